@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import sys
-
 __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # to import `typing` takes longer than all of this, and whoever starts the command waits for it
@@ -36,8 +34,8 @@ _HOMES = {
     "LayoutError": "errors",
     "LinkedDCP": "formats.sets",
     "LoRA": "rules.lora",
-    "make_manifest": "verify.manifest_files",
-    "Manifest": "verify.manifest",
+    "make_manifest": "core.verify.manifest_files",
+    "Manifest": "core.verify.manifest",
     "merge_strategies": "strategy.files",
     "MindSporeSet": "formats.sets",
     "NoBucketError": "errors",
@@ -47,7 +45,7 @@ _HOMES = {
     "PlanError": "errors",
     "Progress": "run.settings",
     "read_layouts": "targets.arrangements",
-    "read_manifest": "verify.manifest",
+    "read_manifest": "core.verify.manifest",
     "read_object": "api.checkpoints",
     "read_plan": "api.plans",
     "read_strategy": "strategy.files",
@@ -55,7 +53,7 @@ _HOMES = {
     "ReshardError": "errors",
     "Rules": "rules.rules",
     "runs": "view.computed.runs_view",
-    "Selection": "plan.inputs",
+    "Selection": "core.plan.inputs",
     "SourceError": "errors",
     "Strategy": "strategy.strategy",
     "strategy_of": "api.checkpoints",
@@ -64,11 +62,11 @@ _HOMES = {
     "UnansweredError": "errors",
     "UnsentError": "errors",
     "UsageError": "errors",
-    "Verification": "verify.verification",
+    "Verification": "core.verify.verification",
     "verify": "api.verification",
     "VerifyError": "errors",
     "write": "api.writing",
-    "write_manifest": "verify.manifest",
+    "write_manifest": "core.verify.manifest",
     "write_strategy": "strategy.files",
     "ZarrGroup": "formats.zarr",
 }
@@ -142,6 +140,10 @@ if TYPE_CHECKING:
     from reshard.api.writing import write
     from reshard.compute.differences import CheckpointDiff
     from reshard.compute.stats import CheckpointStats
+    from reshard.core.plan.inputs import Selection
+    from reshard.core.verify.manifest import Manifest, read_manifest, write_manifest
+    from reshard.core.verify.manifest_files import make_manifest
+    from reshard.core.verify.verification import Verification
     from reshard.errors import (
         BudgetError,
         ChangedError,
@@ -163,7 +165,6 @@ if TYPE_CHECKING:
     from reshard.formats.zarr import ZarrGroup
     from reshard.layout.block import Block
     from reshard.layout.layout import Layout
-    from reshard.plan.inputs import Selection
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.settings import Progress, Report
@@ -172,21 +173,7 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
     from reshard.targets.arrangements import read_layouts
     from reshard.targets.checkpoint2 import Checkpoint2
-    from reshard.verify.manifest import Manifest, read_manifest, write_manifest
-    from reshard.verify.manifest_files import make_manifest
-    from reshard.verify.verification import Verification
     from reshard.view.computed.runs_view import runs
-
-
-class _Package(type(sys)):  # type: ignore[misc]  # a module
-    """This package, in which `plan` and `verify` are functions, also once the shelves of these names are imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, type(sys))):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

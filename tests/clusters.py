@@ -104,7 +104,7 @@ _plans: list[int] = []
 
 def count_plans() -> None:
     """On a worker: count from now on how often a plan is unpickled."""
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
 
     real: Any = Plan.__setstate__  # type: ignore[attr-defined]
 

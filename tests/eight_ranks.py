@@ -9,7 +9,7 @@ from checkpoints import numbers, write_ranks
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.plan import budget
+from reshard.core.plan import budget
 from reshard.run import graph
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from samples import sampled
 
 from reshard import Layout, Strategy
-from reshard.plan.uploads import sending
+from reshard.core.plan.uploads import sending
 from reshard.source.records import DIRECTORY, known
 from reshard.storage.urls.s3.client import S3Client
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 import reshard
 from reshard import Layout, Strategy
 from reshard.cli.main import cli
-from reshard.plan import budget
+from reshard.core.plan import budget
 from reshard.run import session as resume
 
 if TYPE_CHECKING:

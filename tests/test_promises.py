@@ -24,9 +24,9 @@ from refusals import failed
 
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
+from reshard.core.plan import budget
 from reshard.dtypes import BY_NAME
 from reshard.layout.block import Block
-from reshard.plan import budget
 from reshard.storage.base import PARTIAL
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def start(folder: Path, out: str, *more: str) -> subprocess.Popen[str]:
     """Begin the command in a process of its own, with writes that take their time."""
     code = """
 import sys, time
-from reshard.plan import budget
+from reshard.core.plan import budget
 from faulty import Faults, MonkeyPatch, install
 budget.BAND_BYTES, budget.TASK_BYTES = 128, 512
 faults = Faults()

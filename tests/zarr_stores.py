@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
 from reshard.cli.main import cli
-from reshard.plan import budget
+from reshard.core.plan import budget
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.api.choices import progress_of, run_plan
+from reshard.core.plan.changes import refuse_unused
+from reshard.core.plan.make import plan as make_plan
+from reshard.core.plan.select import narrowed
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
-from reshard.plan.changes import refuse_unused
-from reshard.plan.make import plan as make_plan
-from reshard.plan.select import narrowed
 from reshard.readers.open import open as open_checkpoint
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dask.array import Array
 
     from reshard.compute.stats import CheckpointStats
-    from reshard.plan.inputs import Selection
+    from reshard.core.plan.inputs import Selection
     from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import Checkpoint as Record
     from reshard.source.checkpoint import Tensor

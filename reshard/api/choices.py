@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.plan.inputs import Selection, derived
+from reshard.core.plan.select import select
 from reshard.errors import Option, Text, UsageError
 from reshard.formats.sets import OTHER_WORDS, TO
 from reshard.layout.arrangement import Arrangement
-from reshard.plan.inputs import Selection, derived
-from reshard.plan.select import select
 from reshard.rules.lora import LoRA
 from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.api.jobs import Job
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.rules.rules import Rules
     from reshard.run.settings import Progress, Report, RunOptions
     from reshard.source.checkpoint import Checkpoint as Record

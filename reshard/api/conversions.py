@@ -8,8 +8,8 @@ from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import carried_out, selection_of
 from reshard.api.jobs import job
-from reshard.plan.changes import refuse_unused
-from reshard.plan.inputs import Selection
+from reshard.core.plan.changes import refuse_unused
+from reshard.core.plan.inputs import Selection
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.storage.places import as_place

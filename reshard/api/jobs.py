@@ -17,13 +17,13 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.api.choices import target_of
+from reshard.core.plan.inputs import Selection
+from reshard.core.plan.make import plan as make_plan
+from reshard.core.plan.make import plan_convert
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
 from reshard.formats import check_file_name
 from reshard.formats.sets import DCP_NAME, LinkedDCP
 from reshard.layout.arrangement import Arrangement
-from reshard.plan.inputs import Selection
-from reshard.plan.make import plan as make_plan
-from reshard.plan.make import plan_convert
 from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import self_described
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from reshard.api.asked import OpenOptions, TargetOptions
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.storage.places import AnyName, Place
     from reshard.targets.kinds import AnyFiles
 

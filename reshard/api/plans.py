@@ -10,12 +10,12 @@ from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
 from reshard.api.choices import refuse_format, run_plan, selection_of
 from reshard.api.jobs import planned
+from reshard.core.plan.changes import refuse_unused
+from reshard.core.plan.inputs import Selection, globs
+from reshard.core.plan.make import with_memory
+from reshard.core.plan.planfile import read as read_record
+from reshard.core.plan.planfile import save as save_record
 from reshard.errors import UsageError, names
-from reshard.plan.changes import refuse_unused
-from reshard.plan.inputs import Selection, globs
-from reshard.plan.make import with_memory
-from reshard.plan.planfile import read as read_record
-from reshard.plan.planfile import save as save_record
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.strategy.names import ranges_text
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from reshard.api.checkpoints import Checkpoint
     from reshard.api.choices import Globs
+    from reshard.core.plan.plan import Plan as Record
+    from reshard.core.plan.plan import Stats
     from reshard.layout.arrangement import Arrangement
-    from reshard.plan.plan import Plan as Record
-    from reshard.plan.plan import Stats
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.graph import Graph

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import progress_of, selection_of
+from reshard.core.verify.verify import as_it_is
+from reshard.core.verify.verify import verify as verify_record
 from reshard.sizes import size_of
-from reshard.verify.verify import as_it_is
-from reshard.verify.verify import verify as verify_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from reshard.api.choices import Globs
-    from reshard.plan.inputs import Selection
+    from reshard.core.plan.inputs import Selection
+    from reshard.core.verify.manifest import Manifest
+    from reshard.core.verify.verification import Verification
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.settings import Progress
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
-    from reshard.verify.manifest import Manifest
-    from reshard.verify.verification import Verification
 
 
 def verify(

@@ -13,12 +13,12 @@ import numpy as np
 from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.choices import carried_out
 from reshard.api.jobs import job, with_format
+from reshard.core.plan.inputs import Selection
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
 from reshard.formats.provenance import ARRAYS
-from reshard.plan.inputs import Selection
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.source.checkpoint import Checkpoint

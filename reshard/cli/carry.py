@@ -28,7 +28,7 @@ from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from reshard.cli.options import Running
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.run.settings import Report
     from reshard.storage.places import Place
 
@@ -62,7 +62,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         running: the options.
         result: the target that the user named, if it is a file in the target directory.
     """
-    from reshard.plan.partition import partitioned
+    from reshard.core.plan.partition import partitioned
     from reshard.run.beside import with_neighbours
     from reshard.view.text import report_text
 

@@ -25,8 +25,8 @@ from reshard.cli.options import (
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import called_as, say, say_warnings, wrote
 from reshard.cli.values import READ, TARGET, WRITE
+from reshard.core.plan.changes import refuse_unused
 from reshard.errors import UsageError
-from reshard.plan.changes import refuse_unused
 from reshard.storage.small import refuse_existing
 from reshard.view.progress import READING, phase
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.api.asked import OpenOptions, TargetOptions
-    from reshard.plan.inputs import Selection
+    from reshard.core.plan.inputs import Selection
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
 
@@ -88,7 +88,7 @@ def plan(
     no weights and no key. TARGET may be saved in it too, as a path below the directory in which it is run.
     """
     from reshard.api.jobs import job
-    from reshard.plan import planfile as plan_file
+    from reshard.core.plan import planfile as plan_file
 
     if overwrite and output is None:
         raise UsageError(
@@ -154,7 +154,7 @@ def run(
     its contents (its time may differ). What would be written is compared with what was planned; if anything
     differs, nothing is written.
     """
-    from reshard.plan.planfile import read
+    from reshard.core.plan.planfile import read
 
     saved = read(plan_file)
     if target is None:

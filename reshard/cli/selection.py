@@ -10,8 +10,8 @@ import click
 from reshard.cli.commands import option, record
 from reshard.cli.options import drop_option
 from reshard.cli.values import READ, READ_PLACE, dtype_casts, numbers, read_name_map
+from reshard.core.plan.inputs import Selection
 from reshard.errors import UsageError
-from reshard.plan.inputs import Selection
 from reshard.rules.lora import TIED, LoRA
 
 if TYPE_CHECKING:

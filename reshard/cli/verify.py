@@ -24,17 +24,17 @@ from reshard.cli.options import (
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import OPTIONS, REPORTED, cluster_client, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ_PLACE, WRITE_PLACE, share
+from reshard.core.plan.inputs import Selection
 from reshard.errors import UsageError, VerifyError
-from reshard.plan.inputs import Selection
 from reshard.storage.cipher import required
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from reshard.api.asked import OpenOptions
+    from reshard.core.verify.verification import Verification
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import Place
-    from reshard.verify.verification import Verification
 
 _WORDS = ("comparing", "comparing")
 
@@ -189,8 +189,8 @@ def verify(
     if that is gone, with the sizes and checksums in the ledger. What others wrote is compared with the checksums that
     its files carry.
     """
-    from reshard.verify.verify import as_it_is
-    from reshard.verify.verify import verify as verified
+    from reshard.core.verify.verify import as_it_is
+    from reshard.core.verify.verify import verify as verified
     from reshard.view.verdict import summary, verdict_data, verdict_text
 
     manifest, quiet = checking.manifest, checking.quiet
@@ -251,7 +251,7 @@ def _opened(
 ) -> Place | Checkpoint:
     """Open a side with its options; without any, return its path for the ledger."""
     from reshard.api.jobs import noting_swap
-    from reshard.verify.sides import opened
+    from reshard.core.verify.sides import opened
 
     if not alone and opening.strategy is None and not opening.given:
         return path
@@ -307,12 +307,12 @@ def _refuse_keys(keys: dict[str, Cipher | None]) -> None:
 
 def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) -> None:
     """Make a manifest, and write it."""
+    from reshard.core.verify.manifest import write_manifest
+    from reshard.core.verify.manifest_files import make_manifest
+    from reshard.core.verify.sides import options_of
     from reshard.readers.open import files_read, read_headers
     from reshard.storage.places import as_place
     from reshard.storage.small import refuse_existing, refuse_inputs
-    from reshard.verify.manifest import write_manifest
-    from reshard.verify.manifest_files import make_manifest
-    from reshard.verify.sides import options_of
     from reshard.view.text import count_text
 
     refuse_existing(path, overwrite=checking.overwrite)  # before any file is read

@@ -22,10 +22,10 @@ from reshard.cli.options import (
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
 from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE, split_weight
+from reshard.core.plan.changes import refuse_unused
+from reshard.core.plan.inputs import Selection
+from reshard.core.plan.make import plan as make_plan
 from reshard.errors import TargetError, UsageError
-from reshard.plan.changes import refuse_unused
-from reshard.plan.inputs import Selection
-from reshard.plan.make import plan as make_plan
 from reshard.readers.open import open as open_checkpoint
 from reshard.storage.places import as_place
 from reshard.storage.small import is_within, refuse_existing
@@ -216,8 +216,8 @@ def average(
     must integers. Optimizer states are left out. To resume a stopped run, type it again.
     """  # fmt: skip
     from reshard.api.jobs import job, noting_swap  # not on every start
+    from reshard.core.plan.select import excluding
     from reshard.expressions.average import average as average_of
-    from reshard.plan.select import excluding
     from reshard.readers.runs import newest_iterations
 
     _refuse_weighted(target)

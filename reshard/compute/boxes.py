@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reshard.core.plan import budget
 from reshard.errors import SourceError, names
 from reshard.formats.entries import wants
 from reshard.layout.block import Block
-from reshard.plan import budget
 from reshard.source.stored import StoredBlock, StoredTensor
 from reshard.storage.cipher import store_of
 from reshard.storage.places import can, in_batches

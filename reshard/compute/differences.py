@@ -16,16 +16,16 @@ import numpy as np
 
 from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes, incomplete, stored_tensor
 from reshard.compute.pairs import PAIR_BYTES, PairMeter, PairSums
+from reshard.core.plan import budget
+from reshard.core.plan.budget import values_budget
+from reshard.core.verify.sums import progress_callback, thread_count
 from reshard.errors import BudgetError, UsageError, names
 from reshard.layout.axes import common
 from reshard.layout.block import shape_text
-from reshard.plan import budget
-from reshard.plan.budget import values_budget
 from reshard.run.executor import map_tasks
 from reshard.source.reshape import Shared
 from reshard.storage.cipher import store_of
 from reshard.upward import upward
-from reshard.verify.sums import progress_callback, thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -16,14 +16,14 @@ import numpy as np
 
 from reshard.compute.boxes import BOX_BYTES, FileBoxes, incomplete, stored_tensor
 from reshard.compute.moments import THREAD_BYTES, Meter, Moments
+from reshard.core.plan.budget import values_budget
+from reshard.core.plan.select import kinds
+from reshard.core.verify.sums import progress_callback, thread_count
 from reshard.errors import UsageError, names
-from reshard.plan.budget import values_budget
-from reshard.plan.select import kinds
 from reshard.run.executor import map_tasks
 from reshard.storage.cipher import store_of
 from reshard.strategy.names import group_members
 from reshard.upward import upward
-from reshard.verify.sums import progress_callback, thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from reshard.core.plan.select import all_states
 from reshard.errors import PYTHON, Faults, SourceError, StrategyError, UsageError, Words, joined, names, spelled
 from reshard.mindspore.strategy import any_layout, layout_of
-from reshard.plan.select import all_states
 from reshard.readers.open import open as open_source
 from reshard.readers.open import read_headers
 from reshard.run.run import run
@@ -34,9 +34,9 @@ from reshard.strategy.strategy import Strategy, merged_names
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from reshard.core.plan.plan import Plan
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
-    from reshard.plan.plan import Plan
     from reshard.source.checkpoint import Checkpoint
 
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.core.plan.inputs import Selection
+from reshard.core.plan.make import plan_files
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats.ckpt import MAP_PARAMETER, map_parameters
-from reshard.plan.inputs import Selection
-from reshard.plan.make import plan_files
 from reshard.run.run import run
 from reshard.run.settings import RunOptions
 from reshard.source.checkpoint import Checkpoint

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.plan.budget import THREADS
+from reshard.core.plan.inputs import Selection
+from reshard.core.plan.make import plan
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
 from reshard.formats.entries import NamedFile, SizedTensor
 from reshard.formats.sets import MindSporeSet, read_index, share_of
@@ -47,9 +50,6 @@ from reshard.mindspore.arguments import (
 from reshard.mindspore.launch import get_rank
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor
-from reshard.plan.budget import THREADS
-from reshard.plan.inputs import Selection
-from reshard.plan.make import plan
 from reshard.readers.open import open as open_source
 from reshard.storage.cipher import Cipher
 from reshard.storage.places import as_place
@@ -58,8 +58,8 @@ from reshard.view.ranks import RankArrays
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.plan.plan import Plan
     from reshard.mindspore.arguments import PathLike, StrategyLike
-    from reshard.plan.plan import Plan
     from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.strategy import Strategy
 

@@ -16,9 +16,9 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.plan.bands import AHEAD, VIEWS, cut, elements_of, is_whole, runs_of_equal_parts, views_of
 from reshard.formats.entries import ranges, wants, wants_of
 from reshard.layout.strided import Ahead
-from reshard.plan.bands import AHEAD, VIEWS, cut, elements_of, is_whole, runs_of_equal_parts, views_of
 from reshard.storage.crc import crc32, crc32c
 from reshard.storage.handles import thread
 from reshard.storage.places import in_batches
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from reshard.core.plan.bands import Rows
+    from reshard.core.plan.plan import Piece, Plan, Transfer
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent, Runs
     from reshard.layout.block import Shape
-    from reshard.plan.bands import Rows
-    from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.storage.base import ReadStore, Want
     from reshard.storage.sinks import Sinks
 

@@ -27,7 +27,7 @@ from reshard.storage.threads import live_runs, map_ordered, uninterrupted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.run.settings import Receipt
 
 S = TypeVar("S")

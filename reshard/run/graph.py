@@ -30,9 +30,9 @@ from dask.optimization import cull
 from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
 
+from reshard.core.plan.partition import partitioned
+from reshard.core.plan.plan import Task as PlanTask
 from reshard.errors import names
-from reshard.plan.partition import partitioned
-from reshard.plan.plan import Task as PlanTask
 from reshard.run.settings import Report, TaskOptions, peak_memory, report_of, uncounted_memory
 from reshard.run.tasks import (
     close_files,
@@ -51,8 +51,8 @@ from reshard.upward import upward
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reshard.core.plan.plan import Plan
     from reshard.expressions.assigned import FromArray, Key
-    from reshard.plan.plan import Plan
     from reshard.run.settings import Receipt
     from reshard.targets.destination import TargetFile
 

@@ -16,11 +16,11 @@ from enum import Enum
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.plan.plan import changes_digest, file_digests
 from reshard.errors import TargetError, names
 from reshard.formats import check_name
 from reshard.formats.directories import is_iteration, is_of_a_set
 from reshard.formats.entries import SomeFiles
-from reshard.plan.plan import changes_digest, file_digests
 from reshard.run.ledger import records_beside, refuse_foreign
 from reshard.run.locks import refuse_link
 from reshard.run.unchanged import are_of_others, is_as_planned
@@ -35,7 +35,7 @@ from reshard.storage.urls.remote import REQUESTS
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.run.settings import RunOptions
     from reshard.source.records import State
 

@@ -10,7 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from reshard.plan.partition import partitioned
+from reshard.core.plan.partition import partitioned
 from reshard.run.beside import older_files, refuse_other_ranks
 from reshard.run.executor import check_workers, execute
 from reshard.run.graph import Graph
@@ -30,7 +30,7 @@ from reshard.storage.urls.pool import pool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.run.settings import RunOptions
     from reshard.storage.places import AnyName
 

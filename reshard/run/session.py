@@ -16,11 +16,11 @@ from dataclasses import replace
 from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.plan.inputs import ledger_provenance
+from reshard.core.plan.partition import bytes_left, remaining
+from reshard.core.plan.plan import changes_digest, file_digests
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, bytes_text, names
 from reshard.formats.entries import merged
-from reshard.plan.inputs import ledger_provenance
-from reshard.plan.partition import bytes_left, remaining
-from reshard.plan.plan import changes_digest, file_digests
 from reshard.run.beside import remove_older
 from reshard.run.ledger import Ledger, refuse_foreign
 from reshard.run.preflight import (
@@ -51,8 +51,8 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.core.plan.plan import Plan
     from reshard.formats.entries import FileLayout
-    from reshard.plan.plan import Plan
     from reshard.run.beside import Older
     from reshard.run.settings import Receipt, RunOptions
     from reshard.source.records import Range, State

@@ -23,10 +23,10 @@ from reshard.upward import upward
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
+    from reshard.core.verify.manifest import Manifest
     from reshard.run.prefetch import Prefetch
     from reshard.storage.places import AnyName
-    from reshard.verify.manifest import Manifest
     from reshard.view.svg import Picture
 
 P = ParamSpec("P")
@@ -302,7 +302,7 @@ def uncounted_memory(plan: Plan) -> int:
     A plan predicts the peak of a process that does nothing else; a notebook may hold much more, or may have held it.
     If there are such bytes, or the process once held more than was predicted, the record of its peak begins again.
     """
-    from reshard.plan.budget import HELD_BEFORE  # no help of a command needs it
+    from reshard.core.plan.budget import HELD_BEFORE  # no help of a command needs it
 
     counted = sum(nbytes for purpose, nbytes in plan.memory if purpose in HELD_BEFORE)
     uncounted = max(_resident("VmRSS") - counted, 0)

@@ -14,11 +14,11 @@ from functools import partial
 from heapq import merge
 from typing import TYPE_CHECKING
 
+from reshard.core.plan.partition import whole_files
+from reshard.core.plan.uploads.copies import needed_pieces
+from reshard.core.plan.uploads.sending import reserve
 from reshard.errors import SourceError, TargetError
 from reshard.formats.entries import merged
-from reshard.plan.partition import whole_files
-from reshard.plan.uploads.copies import needed_pieces
-from reshard.plan.uploads.sending import reserve
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.settings import Receipt, TaskOptions, timed
 from reshard.run.sums import in_files, longest, sum_of
@@ -36,9 +36,9 @@ from reshard.storage.urls.remote import remote_store
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.plan.plan import Piece, Plan, Transfer
     from reshard.expressions.assigned import Key
     from reshard.formats.entries import Crc, FileLayout
-    from reshard.plan.plan import Piece, Plan, Transfer
     from reshard.source.records import Range
     from reshard.storage.base import ReadStore, Sink
     from reshard.storage.urls.s3.upload_parts import Upload

@@ -42,12 +42,12 @@ from reshard.targets.rank_files import Ranks, copied_whole
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.core.plan.plan import Request
     from reshard.errors import Faults
     from reshard.formats.entries import SizedTensor
     from reshard.layout.arrangement import Arrangement
     from reshard.layout.block import Shape
     from reshard.layout.grid import Grid
-    from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 

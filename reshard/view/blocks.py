@@ -16,10 +16,10 @@ from itertools import pairwise
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.plan.bands import is_grid
 from reshard.errors import UsageError, names
 from reshard.layout.block import Block, shape_text
 from reshard.layout.layout import least_shape
-from reshard.plan.bands import is_grid
 from reshard.view.svg import (
     GREY,
     Drawn,

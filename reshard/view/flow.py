@@ -15,9 +15,9 @@ from itertools import accumulate, islice
 from math import ceil, prod
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.plan.bands import is_grid
 from reshard.errors import bytes_text
 from reshard.layout.block import shape_text
-from reshard.plan.bands import is_grid
 from reshard.strategy.names import group_members
 from reshard.view.svg import GREY, Markup, Picture, cut, join, label, moved, rank_colour, ranks_label, tag, text_width
 from reshard.view.text import count_text
@@ -26,8 +26,8 @@ from reshard.view.verdict import below
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from reshard.plan.bands import Segment
-    from reshard.plan.plan import Plan, Route, Transfer
+    from reshard.core.plan.bands import Segment
+    from reshard.core.plan.plan import Plan, Route, Transfer
     from reshard.source.checkpoint import Checkpoint
     from reshard.targets.destination import TargetFile
 

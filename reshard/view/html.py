@@ -46,15 +46,15 @@ from reshard.view.verdict import below, conclusion
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from reshard.core.plan.plan import Plan, Transfer
+    from reshard.core.verify.difference import Difference
+    from reshard.core.verify.verification import Verification
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
-    from reshard.plan.plan import Plan, Transfer
     from reshard.run.graph import Graph
     from reshard.run.settings import Report
     from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.targets.destination import TargetFile
-    from reshard.verify.difference import Difference
-    from reshard.verify.verification import Verification
     from reshard.view.svg import Picture
     from reshard.view.tables import Groups
 

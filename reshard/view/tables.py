@@ -13,10 +13,10 @@ from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.plan.select import kinds
 from reshard.errors import Text, UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Replica
 from reshard.layout.block import Block
-from reshard.plan.select import kinds
 from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched, unreadable_in
 from reshard.source.facts import Opening
 from reshard.source.reshape import stacked_axes

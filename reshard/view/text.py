@@ -11,20 +11,20 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.plan.changes import changes_of, described, left_out_text
+from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
 from reshard.formats.sets import DCP_NAME, UNIVERSAL_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import OrbaxTree
 from reshard.layout.block import Block
-from reshard.plan.changes import changes_of, described, left_out_text
-from reshard.plan.uploads.sending import requests_of
 from reshard.strategy.names import group_names, ranges_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.core.plan.plan import Plan
     from reshard.formats.rank_dirs import Step
-    from reshard.plan.plan import Plan
     from reshard.run.settings import Report
     from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.source.facts import SampleStats

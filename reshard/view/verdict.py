@@ -6,18 +6,18 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.core.plan.changes import described
 from reshard.dtypes import BY_NAME
 from reshard.errors import PYTHON, Option, Text, bytes_text, printable, spelled
 from reshard.layout.block import shape_text
-from reshard.plan.changes import described
 from reshard.view.text import count_text, fields_data, folded_text, near, of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from reshard.core.verify.difference import Difference
+    from reshard.core.verify.verification import Verification
     from reshard.errors import Words
-    from reshard.verify.difference import Difference
-    from reshard.verify.verification import Verification
 
 _MOST_SHOWN = 6  # differences, of up to two lines each
 _MOST_NAMES = 6
@@ -82,8 +82,8 @@ def _details(verification: Verification) -> Iterator[str]:
 def summary(verification: Verification) -> str:
     """Return one sentence about the differences.
 
-    >>> from reshard.verify.difference import Difference
-    >>> from reshard.verify.verification import Comparison, Counts, Verification
+    >>> from reshard.core.verify.difference import Difference
+    >>> from reshard.core.verify.verification import Comparison, Counts, Verification
     >>> size = Difference("size", "has 7 bytes; expected 8", path="rank_0/a.ckpt")
     >>> summary(Verification("dst", (), Counts(1, 9), Comparison("m.json"), (size,)))
     'dst differs from m.json: 1 of 1 file'

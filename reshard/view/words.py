@@ -11,11 +11,11 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.core.plan.bands import is_grid
+from reshard.core.plan.changes import changes_of
+from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import LayoutError, printable
 from reshard.layout.block import shape_text
-from reshard.plan.bands import is_grid
-from reshard.plan.changes import changes_of
-from reshard.plan.uploads.sending import requests_of
 from reshard.source.checkpoint import stored_files
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_names, ranges_text
@@ -24,9 +24,9 @@ from reshard.view.text import count_text, fields_data, plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.plan.plan import Plan
     from reshard.layout.block import Block, Shape
     from reshard.layout.layout import Layout
-    from reshard.plan.plan import Plan
     from reshard.run.settings import Report
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.strategy.strategy import Placed, Strategy

@@ -102,7 +102,7 @@ def bytes_table(root: Path, rounds: int) -> None:
 _TASKS = """
 import sys, time
 import reshard
-from reshard.plan import budget
+from reshard.core.plan import budget
 from reshard.run.executor import connected
 source, before, after, out, cluster = sys.argv[1:]
 if __name__ == "__main__":  # workers import this

@@ -18,8 +18,8 @@ from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan import budget
 from reshard.errors import BudgetError, SourceError, UsageError
-from reshard.plan import budget
 
 if TYPE_CHECKING:
     from pathlib import Path

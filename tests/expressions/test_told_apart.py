@@ -12,8 +12,8 @@ from checkpoints import write_file, write_ranks
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan.plan import file_digests, plan_digest
 from reshard.errors import SourceError, UsageError
-from reshard.plan.plan import file_digests, plan_digest
 
 if TYPE_CHECKING:
     from pathlib import Path

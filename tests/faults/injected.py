@@ -140,7 +140,7 @@ def main() -> None:
     from by_file import by_file
 
     from reshard.cli.main import main as reshard
-    from reshard.plan import budget
+    from reshard.core.plan import budget
     from reshard.run import graph
     from reshard.run import session as resume
 

@@ -27,7 +27,7 @@ from injected import change
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.plan import budget
+from reshard.core.plan import budget
 from reshard.storage.base import PARTIAL
 from reshard.strategy.files import write_strategy
 

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import reshard
+from reshard.core.plan import budget
 from reshard.errors import BudgetError
-from reshard.plan import budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

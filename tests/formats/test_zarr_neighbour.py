@@ -18,7 +18,7 @@ from reshard.errors import TargetError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
 
 LOG = "00000001-abcdef12.jsonl"
 MADE = "made-00ff.json"

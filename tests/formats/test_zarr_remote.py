@@ -20,9 +20,9 @@ from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same
 
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
+from reshard.core.plan import budget
+from reshard.core.plan.partition import partitioned
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
-from reshard.plan import budget
-from reshard.plan.partition import partitioned
 from reshard.storage.urls import remote
 from reshard.storage.urls.s3 import upload_parts
 from reshard.storage.urls.s3.upload_parts import LEAST_PART_BYTES

@@ -15,9 +15,9 @@ from zarr_stores import FULL, GROUPS, assert_same, source
 
 import reshard
 from reshard import Selection, ZarrGroup
+from reshard.core.plan import budget
+from reshard.core.plan.plan import file_digests
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.plan import budget
-from reshard.plan.plan import file_digests
 from reshard.run.session import Session
 from reshard.run.settings import TaskOptions
 from reshard.run.tasks import close_files, commit_files, create_files, move_task, withdraw_index

@@ -11,7 +11,7 @@ from by_file import by_file
 from fuzzing import SECONDS, Fuzzer, WrongError, error_of, is_unclear, require, reshard
 from reference import Held, Side
 
-from reshard.plan import budget
+from reshard.core.plan import budget
 
 if TYPE_CHECKING:
     from collections import Counter

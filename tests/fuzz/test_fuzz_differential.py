@@ -22,7 +22,7 @@ from faulty import Faults, forget, install, raising
 from fuzzing import SECONDS, Fuzzer, WrongError, done, error_of, is_unclear, require, reshard
 from reference import Held, Read, Side, Tensor, Wishes
 
-from reshard.plan import budget
+from reshard.core.plan import budget
 
 if TYPE_CHECKING:
     from collections import Counter

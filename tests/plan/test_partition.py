@@ -15,15 +15,15 @@ from samples import examples
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan import budget, partition
+from reshard.core.plan.bands import AHEAD
+from reshard.core.plan.partition import partitioned
 from reshard.formats import ckpt
-from reshard.plan import budget, partition
-from reshard.plan.bands import AHEAD
-from reshard.plan.partition import partitioned
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
 
 FULL = numbers({"w": (48, 48), "v": (48, 24)})
 

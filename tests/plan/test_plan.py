@@ -16,8 +16,8 @@ from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan.budget import MOST_TASKS, TASK_BYTES
 from reshard.errors import BudgetError, SourceError, UsageError
-from reshard.plan.budget import MOST_TASKS, TASK_BYTES
 from reshard.strategy.names import optimizer_states
 
 ROWS, COLUMNS = Layout.of([4], [0, -1]), Layout.of([4], [-1, 0])

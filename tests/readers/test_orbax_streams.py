@@ -13,9 +13,9 @@ from orbax_files import Database, add_array, write_orbax, write_tree
 from refusals import one_line
 
 import reshard
+from reshard.core.plan import budget
 from reshard.formats import streaming
 from reshard.formats.decoding import Decoding, Fill
-from reshard.plan import budget
 from reshard.readers.open import open as open_record
 from reshard.readers.orbax import array_blocks, item_values
 from reshard.storage.local import LocalStore

@@ -31,9 +31,9 @@ from refusals import failed, refused
 
 import reshard
 from reshard import Cipher, HuggingFaceSet, Layout, LoRA, Rules, Selection, Strategy, ZarrGroup
+from reshard.core.plan import budget
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
 from reshard.formats.entries import Extent
-from reshard.plan import budget
 from reshard.source.checkpoint import Shard, Tensor
 from reshard.storage.cipher import store_of
 

@@ -24,8 +24,8 @@ from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write
 
 import reshard
 from reshard import LoRA, Selection
+from reshard.core.plan import budget
 from reshard.errors import ChangedError, SourceError, UsageError
-from reshard.plan import budget
 from reshard.rules.lora import low_rank
 from reshard.rules.lora.parts import Adapter
 

@@ -16,8 +16,8 @@ from stopped_runs import FULL, SOURCE, TARGET, call, command, small_tasks, sourc
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan.plan import file_digests
 from reshard.errors import ChangedError, ReshardError, SourceError, TargetError, bytes_text
-from reshard.plan.plan import file_digests
 from reshard.run import session as resume
 from reshard.run.settings import RunOptions
 from reshard.source import headers

@@ -27,10 +27,10 @@ from samples import one_in, slow
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan import budget
+from reshard.core.plan import partition as tasks_of
+from reshard.core.plan.plan import file_digests
 from reshard.errors import ReshardError, SourceError, TargetError
-from reshard.plan import budget
-from reshard.plan import partition as tasks_of
-from reshard.plan.plan import file_digests
 from reshard.run import executor as reshard_cluster
 from reshard.run import graph, tasks
 from reshard.run.settings import TaskOptions

@@ -16,9 +16,9 @@ from remotes import get
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.plan import budget, partition
-from reshard.plan.partition import partitioned
-from reshard.plan.uploads import sending
+from reshard.core.plan import budget, partition
+from reshard.core.plan.partition import partitioned
+from reshard.core.plan.uploads import sending
 from reshard.run import graph
 from reshard.run.settings import TaskOptions
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
 
 FULL = numbers({f"layers.{i}.w": (24, 16) for i in range(40)})
 SEVERAL = TaskOptions(multi_process=True)

@@ -11,8 +11,8 @@ from refusals import refused
 from stopped_runs import TARGET, small_tasks, source, stopped
 
 import reshard
+from reshard.core.plan.plan import file_digests
 from reshard.errors import TargetError
-from reshard.plan.plan import file_digests
 from reshard.source.records import DIRECTORY
 from reshard.storage.base import unfinished_path
 

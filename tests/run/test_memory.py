@@ -214,7 +214,7 @@ print(plan.stats.peak_memory)
 def test_a_run_by_file_is_predicted_too(sources: Sources, tmp_path: Path, cast: dict[str, str]) -> None:
     script = """
 import json, sys, reshard
-from reshard.plan.partition import partitioned
+from reshard.core.plan.partition import partitioned
 source, before, after, out, cast = sys.argv[1:]
 plan = reshard.plan(reshard.open(source, strategy=before), reshard.read_strategy(after), threads=4,
                     selection=reshard.Selection(cast=json.loads(cast)))

@@ -9,8 +9,8 @@ import pytest
 from checkpoints import write_file
 
 import reshard
+from reshard.core.plan import budget
 from reshard.formats.entries import merged
-from reshard.plan import budget
 from reshard.storage import page_cache
 from reshard.storage.local import LocalStore
 

@@ -12,8 +12,8 @@ from refusals import refused
 from stopped_runs import FULL, TARGET, Written, small_tasks, source, stopped, times, written
 
 import reshard
+from reshard.core.plan.plan import file_digests
 from reshard.errors import BudgetError, bytes_text
-from reshard.plan.plan import file_digests
 from reshard.storage.base import unfinished_path
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from faulty import Faults
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 

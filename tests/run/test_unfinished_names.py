@@ -13,8 +13,8 @@ from refusals import refused
 from stopped_runs import SOURCE, TARGET, call, command, small_tasks, source, stopped
 
 import reshard
+from reshard.core.plan.plan import file_digests
 from reshard.errors import ReshardError, TargetError
-from reshard.plan.plan import file_digests
 from reshard.run import graph
 from reshard.run.tasks import create_files
 from reshard.storage.base import PARTIAL, stem_of_unfinished, unfinished_path, unfinished_stem

@@ -20,9 +20,9 @@ from remotes import get, put
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan.partition import partitioned
+from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import BudgetError, ChangedError, TargetError
-from reshard.plan.partition import partitioned
-from reshard.plan.uploads.sending import requests_of
 from reshard.run.ledger import Ledger
 from reshard.storage.urls.failures import StoreError
 from reshard.storage.urls.s3 import upload_parts

@@ -11,8 +11,8 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan.partition import partitioned
 from reshard.formats import index_file
-from reshard.plan.partition import partitioned
 from reshard.run.beside import with_neighbours
 from reshard.run.preflight import preflight
 from reshard.run.settings import RunOptions

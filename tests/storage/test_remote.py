@@ -20,8 +20,8 @@ from remotes import COLUMNS, FULL, ROWS, Requests, at_urls, changing, get, put, 
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan import budget
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError, bytes_text
-from reshard.plan import budget
 from reshard.storage.places import RemotePath, any_store, as_place, can
 from reshard.storage.urls import remote
 from reshard.storage.urls.failures import translating

@@ -19,7 +19,7 @@ from reshard import DCP, Checkpoint2, HuggingFaceSet, Layout, LoRA, Rules, Selec
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
 
 NAMES = ("a.weight", "b.weight", "c", "moments.a.weight")
 FULL = numbers({"a.weight": (48, 16), "b.weight": (12, 8), "c": (24,), "moments.a.weight": (48, 16)})

@@ -23,9 +23,9 @@ from saves_files import tensor, write_save
 import reshard
 import reshard.mindspore as ms
 from reshard import HuggingFaceSet, Layout, Strategy
+from reshard.core.plan import budget
 from reshard.errors import UsageError
 from reshard.formats.ckpt import Trailer
-from reshard.plan import budget
 from reshard.readers.torch_save.archive import Archives
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from refusals import refused
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.core.plan.make import plan_convert
+from reshard.core.verify.sides import opened
 from reshard.errors import SourceError, UsageError
 from reshard.formats import index_file
-from reshard.plan.make import plan_convert
-from reshard.verify.sides import opened
 
 if TYPE_CHECKING:
     from pathlib import Path

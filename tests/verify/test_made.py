@@ -24,7 +24,7 @@ from reshard.storage.places import as_place
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.targets.destination import TargetFile
 
 FULL = numbers({"w": (48, 16), "b": (24,), "c": (12, 8), "moments.w": (48, 16)})

@@ -20,9 +20,9 @@ from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture that is
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.verify import manifest_files
 from reshard.errors import UsageError
 from reshard.source.records import known
-from reshard.verify import manifest_files
 
 if TYPE_CHECKING:
     from reshard.run.settings import Report

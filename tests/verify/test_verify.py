@@ -24,11 +24,11 @@ from samples import examples
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.core.plan import budget
+from reshard.core.plan.make import plan_convert
+from reshard.core.verify import compare
+from reshard.core.verify.sides import opened
 from reshard.errors import BudgetError, SourceError, UsageError
-from reshard.plan import budget
-from reshard.plan.make import plan_convert
-from reshard.verify import compare
-from reshard.verify.sides import opened
 
 
 @pytest.fixture

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from refusals import refused
 from samples import examples
 
+from reshard.core.plan.plan import RankBlock
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError
 from reshard.formats import by_name, index_file
 from reshard.formats.entries import Content, Entry, Extent, FileIndex
 from reshard.layout import strided
 from reshard.layout.block import Block
-from reshard.plan.plan import RankBlock
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.source.stored import StoredTensor
 from reshard.view.arrays import TensorArray, guard, sub_array, tensor_array

@@ -21,6 +21,8 @@ from safetensors.numpy import save_file
 from test_show import large
 
 import reshard
+from reshard.core.verify.difference import Difference
+from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.dtypes import BY_NAME
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.layout.block import Block
@@ -28,8 +30,6 @@ from reshard.layout.layout import Layout
 from reshard.run.settings import Receipt, Report
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.strategy.strategy import Strategy
-from reshard.verify.difference import Difference
-from reshard.verify.verification import Comparison, Counts, Verification
 from reshard.view import flow
 from reshard.view.blocks import DrawnSide, draw
 from reshard.view.svg import Markup, rank_colour, tag, text_width
@@ -37,7 +37,7 @@ from reshard.view.svg import Markup, rank_colour, tag, text_width
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.plan.plan import Move, Plan
+    from reshard.core.plan.plan import Move, Plan
 
 MOST = 300_000
 HOSTILE = "<script>alert(1)</script>\"'&amp; onload=x \x1b[2J\u202e"

@@ -15,7 +15,7 @@ import pytest
 from clusters import client_of, cluster
 
 import reshard
-from reshard.plan import budget
+from reshard.core.plan import budget
 from reshard.run.settings import Receipt, Report, timed
 from reshard.view.runs.task_stream import Box, _boxes
 

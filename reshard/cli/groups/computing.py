@@ -268,7 +268,7 @@ def diff(
 
 def _opened(path: Place, opening: OpenOptions, *, of_target: bool = False) -> Checkpoint:
     """Open a side; errors name the options of the side."""
-    from reshard.verify.sides import options_of
+    from reshard.core.verify.sides import options_of
 
     with options_of("target") if of_target else nullcontext():
         return open_checkpoint(path, **vars(opening))

@@ -15,10 +15,10 @@ import numpy as np
 
 from reshard.api.demos import MARK
 from reshard.api.demos import demo as write_demo
+from reshard.core.plan.make import plan
 from reshard.dtypes import BY_NAME
 from reshard.errors import VerifyError, bytes_text, names
 from reshard.formats.sets import HuggingFaceSet
-from reshard.plan.make import plan
 from reshard.readers.open import open as open_checkpoint
 from reshard.run.run import run
 from reshard.run.settings import RunOptions

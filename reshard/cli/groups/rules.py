@@ -124,8 +124,8 @@ def check(file: Place, source: Place, target: Place | None, as_json: bool, **arg
 
 def _differences(result: Checkpoint, target: Checkpoint) -> list[str]:
     """Return the differences between headers."""
-    from reshard.plan.inputs import Selection
-    from reshard.verify.match import match
+    from reshard.core.plan.inputs import Selection
+    from reshard.core.verify.match import match
 
     return [
         printable(f"{difference.name}: {difference.text}")

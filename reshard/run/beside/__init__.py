@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.plan.inputs import ledger_provenance
 from reshard.errors import Option, SourceError, TargetError, Text, names
 from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is_iteration, is_of_a_set
 from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
 from reshard.formats.sets import DCP_INDEX, SET_INDEX, set_indexes
 from reshard.formats.zarr.files import is_of_store
-from reshard.plan.inputs import ledger_provenance
 from reshard.run.locks import refuse_link
 from reshard.run.preflight import states_of
 from reshard.run.uploads import end_upload
@@ -39,7 +39,7 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.source.records import Record, State
     from reshard.storage.places import Place
 

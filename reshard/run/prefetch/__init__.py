@@ -14,14 +14,14 @@ from collections import defaultdict
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from reshard.core.plan.budget import TASK_BYTES
 from reshard.formats.entries import ranges
-from reshard.plan.budget import TASK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from reshard.core.plan.plan import Plan
     from reshard.formats.entries import Spans
-    from reshard.plan.plan import Plan
 
 
 Range = tuple[str, int, int]

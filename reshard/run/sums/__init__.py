@@ -13,8 +13,8 @@ from reshard.storage.local import local_store
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.core.plan.plan import Plan
     from reshard.formats.entries import FileLayout, Spans
-    from reshard.plan.plan import Plan
     from reshard.source.records import Range
 
 

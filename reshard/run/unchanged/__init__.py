@@ -12,9 +12,9 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from reshard.core.plan.plan import Piece
 from reshard.errors import ChangedError, GoneError, SourceError
 from reshard.formats.entries import merged
-from reshard.plan.plan import Piece
 from reshard.run.engine import move_pieces
 from reshard.storage.cipher import store_of
 from reshard.storage.places import any_store, workers_at
@@ -24,8 +24,8 @@ from reshard.storage.threads import map_ordered
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from reshard.core.plan.plan import Plan, Transfer
     from reshard.layout.block import Block, Shape
-    from reshard.plan.plan import Plan, Transfer
     from reshard.run.settings import Receipt
     from reshard.storage.base import ReadStore, Status
 

@@ -12,8 +12,8 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from reshard.core.plan.uploads.copies import upload_of
 from reshard.errors import ChangedError, GoneError, ReshardError, TargetError
-from reshard.plan.uploads.copies import upload_of
 from reshard.storage.threads import map_ordered
 from reshard.storage.urls.clients import in_s3
 from reshard.storage.urls.remote import REQUESTS
@@ -23,7 +23,7 @@ from reshard.storage.urls.schemes import client_at
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.storage.urls.s3.client import S3Client
     from reshard.storage.urls.s3.upload_parts import Upload
 

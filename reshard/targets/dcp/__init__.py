@@ -34,9 +34,9 @@ from reshard.targets.saved_tensors import Saved, saved_tensor, saved_text, torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.plan.budget import Share
+    from reshard.core.plan.plan import Request
     from reshard.layout.block import Shape
-    from reshard.plan.budget import Share
-    from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 

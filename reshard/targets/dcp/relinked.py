@@ -41,9 +41,9 @@ from reshard.targets.saved_tensors import torch_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from reshard.core.plan.budget import Share
+    from reshard.core.plan.plan import Request
     from reshard.layout.block import Shape
-    from reshard.plan.budget import Share
-    from reshard.plan.plan import Request
     from reshard.readers.dcp.metadata import DeclaredTensor, Item, KeyPath
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Collection, Sequence
 
+    from reshard.core.plan.budget import Share
+    from reshard.core.plan.plan import Request
     from reshard.layout.block import Shape
-    from reshard.plan.budget import Share
-    from reshard.plan.plan import Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.places import Place
     from reshard.targets.destination import Assigned, TargetInputs, TargetTensor

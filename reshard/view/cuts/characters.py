@@ -11,8 +11,8 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.plan.bands import is_grid
 from reshard.errors import printable
-from reshard.plan.bands import is_grid
 from reshard.strategy.names import group_names
 from reshard.view.svg import rank_colour
 from reshard.view.text import count_text, shortened

@@ -17,7 +17,7 @@ from reshard.view.words import blocks_of, is_computed
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from reshard.plan.plan import Plan, Route
+    from reshard.core.plan.plan import Plan, Route
     from reshard.source.checkpoint import Checkpoint, Tensor
 
 _SIZE = (36.0, 20.0, 10.0)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from dask.array import Array
 
+    from reshard.core.plan.plan import RankBlock
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent, Replica
     from reshard.layout.block import Shape
-    from reshard.plan.plan import RankBlock
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
     Arrays = Mapping[str, Array]

@@ -9,16 +9,16 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from reshard.core.plan import budget
+from reshard.core.verify.difference import Difference
 from reshard.errors import UsageError
 from reshard.formats.entries import wants
-from reshard.plan import budget
 from reshard.run.engine import scratch
 from reshard.run.executor import map_tasks
 from reshard.storage.cipher import store_of
 from reshard.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault
 from reshard.storage.places import in_batches
 from reshard.storage.threads import map_ordered
-from reshard.verify.difference import Difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

@@ -27,25 +27,25 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from reshard.core.plan import budget
+from reshard.core.plan.bands import AHEAD, Recipe
+from reshard.core.plan.budget import times_held
+from reshard.core.plan.plan import Piece, Route, Task
+from reshard.core.plan.uploads.copies import copied_bytes
+from reshard.core.plan.uploads.sending import extra_bands, file_bytes, library_bytes, with_uploads
 from reshard.errors import UsageError
 from reshard.formats.entries import covers, ranges
-from reshard.plan import budget
-from reshard.plan.bands import AHEAD, Recipe
-from reshard.plan.budget import times_held
-from reshard.plan.plan import Piece, Route, Task
-from reshard.plan.uploads.copies import copied_bytes
-from reshard.plan.uploads.sending import extra_bands, file_bytes, library_bytes, with_uploads
 from reshard.storage.places import can
 from reshard.storage.urls.pool import shared_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from reshard.core.plan.bands import Columns
+    from reshard.core.plan.budget import Share
+    from reshard.core.plan.plan import Plan, Transfer
     from reshard.formats.entries import FileLayout, Spans
     from reshard.layout.block import Block
-    from reshard.plan.bands import Columns
-    from reshard.plan.budget import Share
-    from reshard.plan.plan import Plan, Transfer
 
 PARTITIONS = ("tensor", "file")
 

@@ -20,11 +20,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from reshard.core.plan.changes import refuse_unused_changes
+from reshard.core.plan.inputs import Selection, derived
+from reshard.core.plan.select import select_listed
+from reshard.core.verify.recorded import noted_source, selection_in
+from reshard.core.verify.structure import refuse_deduplicated
 from reshard.errors import Faults, GoneError, Option, ReshardError, SourceError, Text, UsageError, joined, names
 from reshard.formats.provenance import SourceRecord
-from reshard.plan.changes import refuse_unused_changes
-from reshard.plan.inputs import Selection, derived
-from reshard.plan.select import select_listed
 from reshard.readers.open import made_at, read_headers
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import self_described
@@ -36,8 +38,6 @@ from reshard.source.records import digest
 from reshard.storage.places import as_place
 from reshard.strategy.names import matching, no_match
 from reshard.strategy.schema import to_json
-from reshard.verify.recorded import noted_source, selection_in
-from reshard.verify.structure import refuse_deduplicated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,12 +9,12 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from reshard.core.plan.bands import AHEAD, VIEWS
 from reshard.errors import BudgetError, Option, Text, bytes_text
 from reshard.formats.directories import ORBAX
 from reshard.formats.sets import DCP_ITEMS
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.strided import SCRATCH, TILE_BYTES
-from reshard.plan.bands import AHEAD, VIEWS
 from reshard.storage.places import can
 from reshard.storage.urls.clients import buffering
 from reshard.storage.urls.pool import pool, shared_bytes

@@ -10,6 +10,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from reshard.core.verify.difference import Difference
+from reshard.core.verify.manifest import FileSums, Manifest, PartSum, read_manifest, write_manifest
+from reshard.core.verify.sums import progress_callback, sum_contents, thread_count
+from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.dtypes import STR
 from reshard.errors import EncryptedError, SourceError, UsageError, names
 from reshard.formats import index_file
@@ -25,21 +29,17 @@ from reshard.storage.crc import crc32c
 from reshard.storage.places import as_place, workers_at
 from reshard.storage.small import refuse_inputs
 from reshard.storage.threads import map_ordered
-from reshard.verify.difference import Difference
-from reshard.verify.manifest import FileSums, Manifest, PartSum, read_manifest, write_manifest
-from reshard.verify.sums import progress_callback, sum_contents, thread_count
-from reshard.verify.verification import Comparison, Counts, Verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.verify.difference import Kind
+    from reshard.core.verify.sums import OnProgress
     from reshard.formats.entries import Entry, FileLayout, Runs
     from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import SourceFile
     from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import TargetFile
-    from reshard.verify.difference import Kind
-    from reshard.verify.sums import OnProgress
 
 
 def make_manifest(

@@ -9,9 +9,9 @@ from reshard.errors import names
 from reshard.upward import upward
 
 if TYPE_CHECKING:
+    from reshard.core.plan.changes import Change
+    from reshard.core.verify.difference import Difference
     from reshard.formats.rank_dirs import Step
-    from reshard.plan.changes import Change
-    from reshard.verify.difference import Difference
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,38 +18,38 @@ from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.plan.budget import comparison_budget
+from reshard.core.plan.changes import cast_advice, changes
+from reshard.core.plan.inputs import Selection
+from reshard.core.verify.manifest_files import verify_files
+from reshard.core.verify.match import compares_notes, match, pairs_of_ranks
+from reshard.core.verify.structure import check_structure
+from reshard.core.verify.sums import check_carried, progress_callback, thread_count
+from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
 from reshard.formats.rank_dirs import leftovers, rank_of
 from reshard.formats.sets import read_index
-from reshard.plan.budget import comparison_budget
-from reshard.plan.changes import cast_advice, changes
-from reshard.plan.inputs import Selection
 from reshard.readers.open import made_at
 from reshard.readers.safetensors_library import SafetensorsLibrary, by_library
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.reshape import with_shapes
 from reshard.storage.cipher import required
 from reshard.storage.places import as_place
-from reshard.verify.manifest_files import verify_files
-from reshard.verify.match import compares_notes, match, pairs_of_ranks
-from reshard.verify.structure import check_structure
-from reshard.verify.sums import check_carried, progress_callback, thread_count
-from reshard.verify.verification import Comparison, Counts, Verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from reshard.core.verify.compare import Check
+    from reshard.core.verify.difference import Difference
+    from reshard.core.verify.manifest import Manifest
+    from reshard.core.verify.sides import Sides
+    from reshard.core.verify.sums import OnProgress, SumsChecked
     from reshard.run.settings import Progress
     from reshard.source.facts import SampleStats
     from reshard.source.made import Made
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
-    from reshard.verify.compare import Check
-    from reshard.verify.difference import Difference
-    from reshard.verify.manifest import Manifest
-    from reshard.verify.sides import Sides
-    from reshard.verify.sums import OnProgress, SumsChecked
 
 _ALWAYS_UNCHECKED = "checksums that files carry (crc_num), and how text entries are stored"
 
@@ -133,7 +133,7 @@ def verify(
     elif made is not None:
         result = _against_made(made, cipher, source_cipher, options)
     else:
-        from reshard.verify.sides import opened, sides_of
+        from reshard.core.verify.sides import opened, sides_of
 
         if not isinstance(target, Checkpoint) and (strategy is not None or against is None):
             target = opened(target, strategy, cipher=cipher)
@@ -234,9 +234,9 @@ def _made(
 
 def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | None, options: _Options) -> Verification:
     """Compare a target with the source in its ledger, or with the checksums in it."""
+    from reshard.core.verify.recorded import keys_of, source_of  # lazy import: rarely needed
+    from reshard.core.verify.sides import Sides, options_of
     from reshard.readers.reopen import reopen_target
-    from reshard.verify.recorded import keys_of, source_of  # lazy import: rarely needed
-    from reshard.verify.sides import Sides, options_of
 
     key_given = required(source_cipher)
     cipher, source_cipher = keys_of(made, cipher, source_cipher)
@@ -255,7 +255,7 @@ def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | Non
 
 def _against_checksums(made: Made, source_root: str, error: SourceError, options: _Options) -> Verification:
     """Compare a target with the checksums in its ledger, as its source cannot be opened."""
-    from reshard.verify.recorded import check_sums
+    from reshard.core.verify.recorded import check_sums
 
     differences, count, read = check_sums(made, threads=options.threads, on_progress=options.on_progress)
     extent = "in full " if options.sample is not None else ""
@@ -291,13 +291,13 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
         name for name, tensor in target.tensors.items() if any(len(copies) > 1 for copies in tensor.sharding.replicas)
     ]
     if several and target.extras.described_by and (nbytes or target.extras.arrangement is None):
-        from reshard.verify.compare.every_replica import compare_replicas  # lazy import: needs numpy
+        from reshard.core.verify.compare.every_replica import compare_replicas  # lazy import: needs numpy
 
         compared = compare_replicas(target, several, options.threads, options.client, options.on_progress)
         differences += compared.differences
         nbytes += compared.nbytes
     elif several:
-        from reshard.verify.compare.samples import sample_replicas
+        from reshard.core.verify.compare.samples import sample_replicas
 
         torn, statistics = sample_replicas(target)
         differences += torn
@@ -350,8 +350,8 @@ def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | 
 
 def _against_source(sides: Sides, options: _Options) -> Verification:
     """Compare the target with the result of converting the source."""
-    from reshard.verify.compare import checks, compare  # lazy import: needs numpy
-    from reshard.verify.compare.ties import compare_ties
+    from reshard.core.verify.compare import checks, compare  # lazy import: needs numpy
+    from reshard.core.verify.compare.ties import compare_ties
 
     target, source, selection, deduplicated, note = sides
     sample, seed = options.sample, options.seed

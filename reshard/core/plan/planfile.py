@@ -25,6 +25,9 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
+from reshard.core.plan.inputs import provenance_of, selection_of
+from reshard.core.plan.make import plan as make_plan
+from reshard.core.plan.plan import plan_digest
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.directories import is_iteration
 from reshard.formats.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
@@ -32,9 +35,6 @@ from reshard.formats.zarr import METADATA
 from reshard.formats.zarr import NAME as ZARR
 from reshard.layout.arrangement import Arrangement
 from reshard.layout.grid import MOST_DEVICES
-from reshard.plan.inputs import provenance_of, selection_of
-from reshard.plan.make import plan as make_plan
-from reshard.plan.plan import plan_digest
 from reshard.readers.open import files_of_sources
 from reshard.readers.reopen import recomputed, reopen
 from reshard.source.facts import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
@@ -47,7 +47,7 @@ from reshard.targets.arrangements import ArrangementRecord
 from reshard.targets.kinds import FilesRecord
 
 if TYPE_CHECKING:
-    from reshard.plan.plan import Plan, Request
+    from reshard.core.plan.plan import Plan, Request
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.cipher import Cipher
 
@@ -400,7 +400,7 @@ def _check_files(source: SourceRecord) -> None:
 
 
 def _request(content: _PlanRecord) -> Request:
-    from reshard.plan.plan import Request
+    from reshard.core.plan.plan import Request
 
     target, files = content.provenance.target, content.files.read()
     strategy = target.strategy.read() if target.strategy else None

@@ -19,12 +19,12 @@ from reshard.source.records import digest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.core.plan.bands import Recipe
+    from reshard.core.plan.budget import Share
+    from reshard.core.plan.inputs import Selection
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent, FileLayout, Replica, Runs
     from reshard.layout.arrangement import Arrangement
-    from reshard.plan.bands import Recipe
-    from reshard.plan.budget import Share
-    from reshard.plan.inputs import Selection
     from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.storage.base import TargetCoding
     from reshard.storage.cipher import Cipher

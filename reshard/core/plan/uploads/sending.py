@@ -6,9 +6,9 @@ from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.plan.budget import band_buffers, thread_bytes, times_held
+from reshard.core.plan.uploads.copies import can_copy, copies_of, reads_urls, upload_of
 from reshard.errors import BudgetError, Option, Text, bytes_text
-from reshard.plan.budget import band_buffers, thread_bytes, times_held
-from reshard.plan.uploads.copies import can_copy, copies_of, reads_urls, upload_of
 from reshard.storage.cipher import BLOCK_BYTES
 from reshard.storage.places import can
 from reshard.storage.urls.clients import buffering, in_s3
@@ -18,8 +18,8 @@ from reshard.storage.urls.s3.upload_parts import part_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reshard.plan.budget import Share
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.budget import Share
+    from reshard.core.plan.plan import Plan
 
 STREAMS_AT_ONCE = 16
 """Maximum number of files that a task sends side by side; each buffers a part."""

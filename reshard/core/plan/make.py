@@ -6,6 +6,11 @@ from dataclasses import replace
 from glob import escape
 from typing import TYPE_CHECKING
 
+from reshard.core.plan.budget import BAND_BYTES, IMPORTED_BYTES, budget
+from reshard.core.plan.build import build
+from reshard.core.plan.inputs import Selection, derived, globs
+from reshard.core.plan.plan import Plan, Request, Stats
+from reshard.core.plan.select import select, select_listed
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text, names
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
 from reshard.formats import by_name, formats
@@ -14,11 +19,6 @@ from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
 from reshard.formats.zarr.files import is_store
 from reshard.layout.arrangement import Arrangement
-from reshard.plan.budget import BAND_BYTES, IMPORTED_BYTES, budget
-from reshard.plan.build import build
-from reshard.plan.inputs import Selection, derived, globs
-from reshard.plan.plan import Plan, Request, Stats
-from reshard.plan.select import select, select_listed
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers
 from reshard.readers.openers import self_described

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.verify.compare import Outcome, checks, compare
 from reshard.source.checkpoint import Sharding
-from reshard.verify.compare import Outcome, checks, compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from reshard.plan.budget import Budget
+    from reshard.core.plan.budget import Budget
     from reshard.source.checkpoint import Checkpoint
 
 

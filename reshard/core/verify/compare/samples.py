@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.core.verify.difference import Difference
 from reshard.source.probe import torn_blocks
-from reshard.verify.difference import Difference
 
 if TYPE_CHECKING:
     from reshard.source.checkpoint import Checkpoint

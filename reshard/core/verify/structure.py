@@ -16,7 +16,7 @@ from reshard.strategy.names import matches, optimizer_states, ranks_text
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reshard.plan.inputs import Selection
+    from reshard.core.plan.inputs import Selection
     from reshard.source.checkpoint import Checkpoint, Sharding
     from reshard.strategy.strategy import Strategy
 

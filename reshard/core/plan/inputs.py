@@ -30,7 +30,7 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.source.checkpoint import Checkpoint

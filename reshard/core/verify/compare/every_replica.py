@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.plan.budget import comparison_budget
+from reshard.core.plan.budget import comparison_budget
+from reshard.core.verify.compare import Outcome, checks, compare
 from reshard.source.checkpoint import Sharding
-from reshard.verify.compare import Outcome, checks, compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

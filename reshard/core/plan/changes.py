@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from reshard.core.plan.inputs import Renaming, Selection, cast_fault
+from reshard.core.plan.select import matching_counted, select_listed
 from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, Text, UsageError, names
 from reshard.expressions.quantized.methods import is_code
-from reshard.plan.inputs import Renaming, Selection, cast_fault
-from reshard.plan.select import matching_counted, select_listed
 from reshard.strategy.names import matches, matching, no_match, optimizer_states
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from reshard.plan.plan import Plan
+    from reshard.core.plan.plan import Plan
     from reshard.source.checkpoint import Checkpoint
 
 

@@ -11,9 +11,9 @@ from bisect import bisect_left, bisect_right
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.plan.bands import is_whole
+from reshard.core.plan.plan import Piece
 from reshard.formats.entries import merged, ranges
-from reshard.plan.bands import is_whole
-from reshard.plan.plan import Piece
 from reshard.storage.places import can
 from reshard.storage.urls.clients import in_s3
 from reshard.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, Upload, parts_of
@@ -21,8 +21,8 @@ from reshard.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, Upload, pa
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.plan.plan import Plan, Route, Transfer
     from reshard.formats.entries import Runs, Spans
-    from reshard.plan.plan import Plan, Route, Transfer
 
 _SHORTEST = 64 << 10  # shorter runs, unless they are whole blocks, are not worth the time to find them
 

@@ -1,0 +1,1 @@
+"""What every conversion needs, whatever the formats: planning, and comparing what was written."""
