@@ -423,7 +423,8 @@ def one_case(rng: Random, root: Path, counts: Counter[str]) -> None:
         ways["over another"] = over_another
     if not any(word.startswith(("--prefix", "--chunk", "--shard", "--compression", "--style")) for word in words):
         ways["planned"] = planned
-    if case.command == "transform" and "--link-replicas" not in words:
+    # A name map of weights alone is refused for a store that has only their states.
+    if case.command == "transform" and "--link-replicas" not in words and not case.selection.names:
         ways["by a store"] = by_a_store
     rates = {"direct": 10, "again": 2, "stopped": 2, "process": 0.1, "over another": 2, "planned": 3, "by a store": 2}
     way = rng.choices(list(ways), [rates[way] for way in ways])[0]

@@ -35,7 +35,7 @@ SHARE = 0.2
 SIDES = ("one", "two")
 DTYPES = ("float32", "uint16", "float16", "int8", "bool", "float64", "int64", "int32", "uint8")  # uint16: bfloat16
 VERBS = ("rename", "stack", "transpose", "tie", "concat", "concat", "interleave", "interleave", "halves", "pad")
-STATES = ("adam_m.{}", "optimizer.state.exp_avg.{}", "{}.exp_avg", "model.{}")
+STATES = ("adam_m.{}", "optimizer.state.exp_avg.{}", "{}.exp_avg", "moments.{}")
 
 Tensors = dict[str, Any]
 
