@@ -1,4 +1,4 @@
-"""The generated pages of `docs/`: commands from the program's own help, and error codes from the package's source.
+"""The generated pages of `docs/`: commands from the program's own help, environment variables, and error codes.
 
 python tests/docs_made.py   # writes them again
 """
@@ -15,7 +15,7 @@ import click
 from click.testing import CliRunner
 
 import reshard
-from reshard import errors
+from reshard import environment, errors
 from reshard.cli.main import cli
 
 if TYPE_CHECKING:
@@ -111,7 +111,56 @@ def words(node: ast.AST) -> str:
     return "…"
 
 
-PAGES = {"reference/commands.md": commands_page, "reference/errors.md": errors_page}
+def environment_page() -> str:
+    """Return the page of all environment variables, each with its options."""
+    options = variables()
+    rows = [f"| `{name}` | {options.get(name, '')} | {text} |" for name, text in environment.VARIABLES.items()]
+    of_tests = [f"| `{name}` | {text} |" for name, text in environment.OF_TESTS.items()]
+    return f"""# Environment variables
+
+Made by `python tests/docs_made.py` from `reshard/environment.py`.
+
+What holds for a machine, and not for one conversion, may be set in the environment. An option that is typed, or an
+argument in Python, comes before the variable; an empty variable is not set. A value that is wrong is an error that
+names the variable. The command line refuses a variable that begins with `RESHARD_` and is not on this page
+(`unknown-variable`).
+
+| variable | option | what it sets |
+|---|---|---|
+{chr(10).join(rows)}
+
+`{environment.MEMORY}`, `{environment.THREADS}` and `{environment.STALL_SECONDS}` are read in Python, too.
+The others are of the command line.
+
+Of others are `NO_COLOR`, `TERM=dumb` and `COLUMNS`, for what is printed; and the variables of object stores, such as
+`AWS_PROFILE` and `HF_TOKEN` ([clusters and S3](../guides/clusters-and-s3.md)).
+
+## For the tests of the project
+
+| variable | what it names |
+|---|---|
+{chr(10).join(of_tests)}
+"""
+
+
+def variables() -> dict[str, str]:
+    """Return the options that a variable stands for, from all commands."""
+    options = {environment.MEMORY: "`--memory`", environment.THREADS: "`--threads`"}
+    for _, command in below(cli, ()):
+        for param in command.params:
+            if param.envvar:
+                options[str(param.envvar)] = " ".join(f"`{flag}`" for flag in (*param.opts, *param.secondary_opts))
+    for name, file in tuple(options.items()):
+        if name.endswith("_KEY_FILE"):
+            options[name.removesuffix("_FILE")] = file
+    return options
+
+
+PAGES = {
+    "reference/commands.md": commands_page,
+    "reference/environment.md": environment_page,
+    "reference/errors.md": errors_page,
+}
 
 if __name__ == "__main__":
     for place, make in PAGES.items():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
+from click.core import ParameterSource
 
 from reshard.cli.terminal import (
     DEBUG,
@@ -30,6 +31,7 @@ from reshard.cli.terminal import (
     stopping,
     wrapped_page,
 )
+from reshard.environment import refuse_unknown
 from reshard.errors import UsageError
 from reshard.spelling import did_you_mean, nearest
 
@@ -77,6 +79,7 @@ _ADVICE_ON = {word: advice for words, advice in _ADVICE.items() for word in word
 """Advice for commands and options of other tools."""
 
 _DESTRUCTIVE = frozenset({"--overwrite", "--restart"})  # not proposed for another word
+_ABOUT = frozenset({"completion", "help", "version"})  # commands that answer whatever the environment has
 _COLORS = {"auto": None, "always": True, "never": False}
 _ALL = "reshard.all"
 _EXAMPLE = re.compile(r"^Examples?:$", re.MULTILINE)
@@ -116,6 +119,11 @@ class GroupedOption(click.Option):
 def option(*names: str, under: Heading, in_short_help: bool = False, **attrs: Any) -> GroupedOption:
     """Return an option, to be added to commands as a decorator."""
     return GroupedOption(names, under=under, in_short_help=in_short_help, **attrs)
+
+
+def typed(name: str) -> bool:
+    """Return whether an option of the command was typed; it may also come from the environment."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def record(argument: str, make: Callable[..., Any], *options: GroupedOption) -> Callable[[Any], Any]:
@@ -195,7 +203,9 @@ class Command(click.Command):
         return extra
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, unless it would write one of its inputs (`refuse_to_write`)."""
+        """Run the command, unless it would write one of its inputs (`refuse_to_write`), or a variable is misspelled."""
+        if self.name not in _ABOUT:
+            refuse_unknown()
         refuse_to_write([path for path in ctx.meta.get(OUTPUTS, ()) if not path.is_dir()])  # a directory fails later
         if not ctx.params.get("quiet"):
             say_warnings(ctx.meta.get(WARNINGS, ()))
@@ -276,6 +286,7 @@ def _debug_option() -> GroupedOption:
         is_flag=True,
         expose_value=False,
         callback=remember,
+        envvar="RESHARD_DEBUG",
         help="Show the traceback of an error, as RESHARD_DEBUG=1 does.",
     )
 
@@ -355,7 +366,7 @@ class RootGroup(Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click handles these
         except (Exception, KeyboardInterrupt) as error:
-            if ctx.meta.get(DEBUG) or os.environ.get("RESHARD_DEBUG", "0") not in {"", "0"}:
+            if ctx.meta.get(DEBUG):
                 import traceback
 
                 say(traceback.format_exc())
@@ -395,13 +406,18 @@ def _usage_message(error: click.UsageError) -> tuple[str, str]:
         text = error.format_message().removesuffix(".")
         return f"{text[0].lower()}{text[1:]}", f"{ctx.command_path} --help"
     name = max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
+    if ctx.get_parameter_source(param.name or "") is ParameterSource.ENVIRONMENT:
+        name = str(param.envvar)
     if isinstance(error, click.MissingParameter):
         needed = (param.get_help_record(ctx) or [name])[0]
         return f"{name} is missing", f"add {needed}" if isinstance(param, click.Option) else _usage(ctx)
     value = _NOT_ONE.match(error.message)
     choices = param.type.choices if isinstance(param.type, click.Choice) else ()
     hint = (_ADVICE_ON.get(value[1].lower()) or did_you_mean(value[1], choices)) if value else ""
-    return f"{name}: {error.message.removesuffix('.')}", hint
+    message = error.message.removesuffix(".")
+    if isinstance(param.type, click.types.BoolParamType):
+        message = f"{message.partition(' is not ')[0]} is not 1, 0, true or false"
+    return f"{name}: {message}", hint
 
 
 def _usage(ctx: click.Context) -> str:

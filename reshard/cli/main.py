@@ -83,6 +83,8 @@ To see it work on real MindSpore files, and what to type next:
 
   reshard demo
 
+Environment variables, such as RESHARD_MEMORY: reshard help environment
+
 `transform` and `unify`, the names of earlier versions, are `convert` with
 other defaults.
 """,

@@ -85,7 +85,7 @@ threads_option = _running(
     help="Number of threads; of a local cluster, in each worker.  [default: one per processor, at most 4]",
 )  # fmt: skip
 cluster_option = _running(
-    "--cluster", metavar="ADDRESS", callback=cluster_address,
+    "--cluster", metavar="ADDRESS", callback=cluster_address, envvar="RESHARD_CLUSTER",
     help="Run on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786; its workers reach SOURCE "
     "and TARGET by the same paths. With local or local:4 worker processes of this machine are started.",
 )  # fmt: skip
@@ -132,7 +132,7 @@ run_options = record(
         "written by this run are not read again.",
     ),
     _running(
-        "--drop-cache/--no-drop-cache", default=None,
+        "--drop-cache/--no-drop-cache", default=None, envvar="RESHARD_DROP_CACHE",
         help="Keep what is read and written out of the page cache.  [default: if source and target together are "
         "larger than memory]",
     ),
@@ -141,7 +141,7 @@ run_options = record(
         help="From S3 to S3, send all bytes. Without it, the store copies the parts of files that it has.",
     ),
     _running(
-        "--fsync/--no-fsync", default=True,
+        "--fsync/--no-fsync", default=True, envvar="RESHARD_FSYNC",
         help="Sync each file to disk before it gets its name; without it, there are no checksums, and a "
         "resumed run writes unfinished files again.  [default: yes]",
     ),

@@ -10,9 +10,8 @@ from stat import S_IROTH, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from reshard.cli.commands import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS
+from reshard.cli.commands import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS, typed
 from reshard.dtypes import by_name
 from reshard.errors import Faults, UsageError
 from reshard.formats.sets import CHECKPOINT2_NAME, OTHER_WORDS, TO
@@ -175,8 +174,8 @@ def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -
     if path is None:
         text = os.environ.get(variable)
         return Cipher(None, read_key(os.fsencode(text), variable), required=False) if text else None
-    typed = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
-    which = f"key file {path}" if typed else f"{param.envvar}: key file {path}"
+    is_typed = typed(str(param.name))
+    which = f"key file {path}" if is_typed else f"{param.envvar}: key file {path}"
     try:
         with path.open("rb") as file:
             mode, content = os.fstat(file.fileno()).st_mode, file.read(_MOST_KEY)
@@ -185,9 +184,9 @@ def read_cipher(ctx: click.Context, param: click.Parameter, path: Path | None) -
     if S_ISREG(mode) and mode & S_IROTH:
         text = f"{which} can be read by every user of this machine: chmod 600 {path}"
         ctx.meta.setdefault(WARNINGS, []).append(text)
-    if typed:
+    if is_typed:
         ctx.meta.setdefault(KEY_FILES, {})[param.name] = path if S_ISREG(mode) else "FILE"
-    return Cipher(None, read_key(content, which), required=typed)
+    return Cipher(None, read_key(content, which), required=is_typed)
 
 
 class PathType(click.Path):

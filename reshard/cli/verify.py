@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from reshard.cli.commands import Command, option, record
+from reshard.cli.commands import Command, option, record, typed
 from reshard.cli.options import (
     cluster_option,
     json_option,
@@ -205,14 +205,17 @@ def verify(
     has_options = (
         source or target_opening.strategy or checking.deduplicated or target_opening.given or selection != Selection()
     )
-    if checking.cluster is not None and (manifest or (has_options and source is None)):
-        raise UsageError(
-            "--cluster is for a comparison with a source, or for TARGET without other options",
-            code="needs-source",
-            hint="add --against SOURCE",
-        )
+    cluster = checking.cluster
+    if cluster is not None and (manifest or (has_options and source is None)):
+        if typed("cluster"):
+            raise UsageError(
+                "--cluster is for a comparison with a source, or for TARGET without other options",
+                code="needs-source",
+                hint="add --against SOURCE",
+            )
+        cluster = None  # that of the environment is for comparisons
     with (
-        cluster_client(checking.cluster, checking.threads, quiet=quiet) as client,
+        cluster_client(cluster, checking.threads, quiet=quiet) as client,
         progress(quiet=quiet, words=_WORDS) as callback,
     ):
         verify_target = partial(
@@ -297,11 +300,11 @@ def _check_usage(source: Place | None, opening: OpenOptions, checking: Checking)
 
 def _refuse_keys(keys: dict[str, Cipher | None]) -> None:
     """Refuse keys for a manifest."""
-    if typed := [name for name, key in keys.items() if required(key)]:
+    if flags := [name for name, key in keys.items() if required(key)]:
         raise UsageError(
             "a manifest is of files that are not encrypted",
             code="not-encryptable",
-            hint=f"leave {' and '.join(typed)} out",
+            hint=f"leave {' and '.join(flags)} out",
         )
 
 

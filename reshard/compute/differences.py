@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reshard import environment
 from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes, incomplete, stored_tensor
 from reshard.compute.pairs import PAIR_BYTES, PairMeter, PairSums
 from reshard.core.plan import budget
@@ -268,7 +269,7 @@ def diff(
     unlike = {name: reason for name in comparable if (reason := _unlike(a.tensors[name], b.tensors[name]))}
     numbers = [name for name in comparable if name not in unlike and a.tensors[name].text is None]
     thread_number = thread_count(threads)
-    pairs, thread_number = _planned(a, b, numbers, memory, thread_number)
+    pairs, thread_number = _planned(a, b, numbers, environment.memory(memory), thread_number)
     comparison = BoxComparison(
         tuple(pairs), (tuple(file.path for file in a.files), tuple(file.path for file in b.files)), (a.coding, b.coding)
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reshard import environment
 from reshard.compute.boxes import BOX_BYTES, FileBoxes, incomplete, stored_tensor
 from reshard.compute.moments import THREAD_BYTES, Meter, Moments
 from reshard.core.plan.budget import values_budget
@@ -319,7 +320,9 @@ def stats(
     narrow = {name: f"is {each.spec.dtype}" for name, each in checkpoint.tensors.items() if each.spec.dtype.bits}
     not_computed = {**dict(incomplete(checkpoint)), **texts, **narrow, **checkpoint.unreadable}
     computed = [name for name in checkpoint.tensors if name not in not_computed]
-    limits = values_budget([checkpoint], BOX_BYTES + THREAD_BYTES, memory=memory, threads=thread_count(threads))
+    limits = values_budget(
+        [checkpoint], BOX_BYTES + THREAD_BYTES, memory=environment.memory(memory), threads=thread_count(threads)
+    )
     limits.reserve()
     threads = limits.threads
     boxes = FileBoxes.of(checkpoint, computed)

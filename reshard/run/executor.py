@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from reshard import environment
 from reshard.errors import ReshardError, SourceError, TargetError, names
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, workers_at
@@ -322,7 +323,7 @@ def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
     with (
         LocalCluster(
             n_workers=workers,
-            threads_per_worker=threads or max(1, processors // workers),
+            threads_per_worker=environment.threads(threads) or max(1, processors // workers),
             processes=True,
             dashboard_address="127.0.0.1:0",
             silence_logs=logging.CRITICAL,  # workers of a stopped run log tracebacks; errors are raised here

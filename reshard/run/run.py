@@ -10,6 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from reshard import environment
 from reshard.core.plan.partition import partitioned
 from reshard.run.beside import older_files, refuse_other_ranks
 from reshard.run.executor import check_workers, execute
@@ -122,7 +123,7 @@ def _threads(options: RunOptions, most: int) -> int:
     """Return the number of threads; 0 means the calling thread."""
     if options.scheduler == "synchronous":
         return 0
-    return min(options.threads or len(os.sched_getaffinity(0)), most)
+    return min(environment.threads(options.threads) or len(os.sched_getaffinity(0)), most)
 
 
 def _memory() -> int:

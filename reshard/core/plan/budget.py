@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from reshard import environment
 from reshard.core.plan.bands import AHEAD, VIEWS
 from reshard.errors import BudgetError, Option, Text, bytes_text
 from reshard.formats.directories import ORBAX
@@ -214,7 +215,9 @@ def budget(
     remote = int(any(can(file.path).has_latency for file in source.files))
     buffers = band_buffers(casts=_casts(items), strided=strided)
     most, band = (STRIDED_THREADS, STRIDED_BAND_BYTES) if strided else (THREADS, BAND_BYTES)
-    limits = Budget(fixed, used_coders, buffers, remote, threads or most, band, held=times_held([source]))
+    limits = Budget(
+        fixed, used_coders, buffers, remote, environment.threads(threads) or most, band, held=times_held([source])
+    )
     largest = max(((t.spec.nbytes, t.spec.name) for t in source.tensors.values()), default=(0, ""))[1]
     purpose = f"the program and its plan of {len(source.tensors)} tensors"
     return limits.within(memory, purpose, f"tensor {largest!r}")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from glob import escape
 from typing import TYPE_CHECKING
 
+from reshard import environment
 from reshard.core.plan.budget import BAND_BYTES, IMPORTED_BYTES, budget
 from reshard.core.plan.build import build
 from reshard.core.plan.inputs import Selection, derived, globs
@@ -103,6 +104,7 @@ def plan(
         raise UsageError(f"memory is {memory!r}; expected a number of bytes", code="wrong-type")
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
+    memory = environment.memory(memory)
     if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
         raise UsageError(
             f"target is {target!r}; expected a Strategy", code="wrong-type",

@@ -9,6 +9,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from reshard import environment
 from reshard.core.plan import budget
 from reshard.core.verify.difference import Difference
 from reshard.errors import UsageError
@@ -40,6 +41,7 @@ _Range = tuple[K, str, "Runs", int, int]
 
 def thread_count(threads: int | None) -> int:
     """Return the number of threads, by default one per processor up to a limit."""
+    threads = environment.threads(threads)
     if threads is None:
         return min(len(os.sched_getaffinity(0)), budget.THREADS)
     if threads < 1:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
+from reshard import environment
 from reshard.core.plan.budget import comparison_budget
 from reshard.core.plan.changes import cast_advice, changes
 from reshard.core.plan.inputs import Selection
@@ -106,8 +107,9 @@ def verify(
         )
     _refuse_unused_selection(selection, against)
     options = _Options(
-        memory, thread_count(threads), client, progress_callback(progress, began), sample, seed, independent
-    )
+        environment.memory(memory), thread_count(threads), client, progress_callback(progress, began), sample, seed,
+        independent,
+    )  # fmt: skip
     made = (
         None if manifest is not None else _made(target, strategy, against, selection, partial=partial or deduplicated)
     )

@@ -8,6 +8,7 @@ import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from reshard.environment import STALL_SECONDS
 from reshard.errors import (
     GoneError,
     NoBucketError,
@@ -22,8 +23,6 @@ from reshard.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STALL_VARIABLE = "RESHARD_STALL_SECONDS"
-"""The environment variable for the seconds without progress after which a request fails."""
 
 _STALL_SECONDS = 30.0
 
@@ -86,14 +85,14 @@ def stall_seconds() -> float:
     Raises:
         UsageError: the environment variable is not a positive number.
     """
-    text = os.environ.get(STALL_VARIABLE, "")
+    text = os.environ.get(STALL_SECONDS, "")
     try:
         seconds = float(text or _STALL_SECONDS)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
         raise UsageError(
-            f"{STALL_VARIABLE} is {text!r} in the environment; expected seconds, such as 30", code="bad-value"
+            f"{STALL_SECONDS} is {text!r} in the environment; expected seconds, such as 30", code="bad-value"
         )
     return seconds
 

@@ -1,0 +1,79 @@
+"""The environment variables of the program, and the refusal of others that look like them."""
+
+from __future__ import annotations
+
+import os
+
+from reshard.errors import UsageError
+from reshard.sizes import size_of
+from reshard.spelling import did_you_mean
+
+_PREFIX = "RESHARD_"
+
+MEMORY, THREADS, STALL_SECONDS = "RESHARD_MEMORY", "RESHARD_THREADS", "RESHARD_STALL_SECONDS"
+"""The variables that are read in Python, too; the others are of the command line."""
+
+VARIABLES = {
+    MEMORY: "Most memory to use, such as 8GB; where it has no use, it is not regarded.",
+    THREADS: "Number of threads.",
+    "RESHARD_CLUSTER": "Address of a dask scheduler, `local` or `local:4`.",
+    "RESHARD_FSYNC": "Whether each file is synced to disk before it gets its name: 1, 0, true or false.",
+    "RESHARD_DROP_CACHE": "Whether what is read and written is kept out of the page cache: 1, 0, true or false.",
+    "RESHARD_DEBUG": "Whether an error shows its traceback: 1, 0, true or false.",
+    "RESHARD_KEY": "Key of encrypted files of SOURCE.",
+    "RESHARD_KEY_FILE": "File that has the key of SOURCE.",
+    "RESHARD_TARGET_KEY": "Key of encrypted files of TARGET.",
+    "RESHARD_TARGET_KEY_FILE": "File that has the key of TARGET.",
+    STALL_SECONDS: "Seconds without progress after which a request to a store fails, such as 30.",
+}
+"""What each variable sets."""
+
+OF_TESTS = {
+    "RESHARD_MINDSPORE_PYTHON": "A Python with MindSpore.",
+    "RESHARD_TORCH_PYTHON": "A Python with PyTorch.",
+    "RESHARD_DEEPSPEED_PYTHON": "A Python with DeepSpeed.",
+    "RESHARD_MEGATRON_PYTHON": "A Python with Megatron-Core.",
+    "RESHARD_ORBAX_PYTHON": "A Python with Orbax and jax.",
+    "RESHARD_FUZZ_SECONDS": "How long the differential test tries random conversions.",
+    "RESHARD_FUZZ_SEED": "Seed of its random choices.",
+    "RESHARD_FUZZ_CASE": "Number of the one case to run again.",
+    "RESHARD_FUZZ_KEEP": "Directory in which its files stay.",
+}
+"""What each variable sets that only the project's own tests read."""
+
+
+def refuse_unknown() -> None:
+    """Refuse variables of the environment that begin as ours and are none of them.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in VARIABLES and name not in OF_TESTS:
+            raise UsageError(
+                f"{name} is no environment variable of reshard", code="unknown-variable",
+                hint=did_you_mean(name, VARIABLES) or "unset it; `reshard help environment` lists those that are",
+            )  # fmt: skip
+
+
+def memory(given: int | None) -> int | None:
+    """Return the most memory to use in bytes: what is given, or what the environment says; None for no limit.
+
+    Raises:
+        UsageError: the variable is not a size.
+    """
+    return size_of(os.environ.get(MEMORY) or None, MEMORY) if given is None else given
+
+
+def threads(given: int | None) -> int | None:
+    """Return a number of threads: what is given, or what the environment says; None if neither says it.
+
+    Raises:
+        UsageError: the variable is not a number of threads.
+    """
+    text = os.environ.get(THREADS, "")
+    if given is not None or not text:
+        return given
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UsageError(f"{THREADS}: {text!r} is not a number of threads, such as 4", code="bad-value")
+    return int(text)
