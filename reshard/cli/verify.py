@@ -140,6 +140,9 @@ lost, that its numbers are those of the layout, and that every block is listed.
 Samples of replicas are compared with each other, as when a source is opened;
 all of their bits if SOURCE is TARGET itself.
 Two directories of the same ranks need no strategies.
+Tensors that are in the same files on both sides, as after --to dcp --link,
+cannot be compared. The verdict counts them, and these files are compared with
+the checksums that they contain, if any, unless --sample is given.
 
 Exits with 0 if all is as it should be, with 3 if something differs, and with 4
 if TARGET or SOURCE is incomplete or corrupt.
@@ -149,7 +152,9 @@ target, against, step and against_step (which of several checkpoints was read:
 name, and which are older), equal, changes (from the source to the target: kind,
 which is lora, rules, names, cast or selection; text, tensors: how many, detail:
 such as the adapter), note (a remark on the comparison), absent (blocks that no
-file has), ranks, files, tensors, copies, bytes_read, total_bytes, sample, seed,
+file has), linked (tensors in files that both sides share, which cannot be
+compared), linked_summed_bytes (of these files, compared with their checksums),
+ranks, files, tensors, copies, bytes_read, total_bytes, sample, seed,
 seconds, dropped, left_out, warnings, unchecked (what was not checked),
 independent (how many files of TARGET the safetensors library read), and
 differences: kind (values, missing, extra, dtype, shape, text, note, object;

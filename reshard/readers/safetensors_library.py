@@ -13,12 +13,14 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import INT4
-from reshard.errors import Faults, SourceError, UsageError
+from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.formats.safetensors import NAME
 from reshard.storage.base import Around
 from reshard.storage.places import any_store, can
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from reshard.source.checkpoint import Checkpoint
     from reshard.storage.base import ReadStore
 
@@ -104,6 +106,17 @@ def by_library(checkpoint: Checkpoint) -> Checkpoint:
         stored.sort(key=lambda tensor: tensor.begin)
     faults.raise_if_any(SourceError)
     return replace(checkpoint, coding=SafetensorsLibrary(tensors, tuple(unread)))
+
+
+def read_by_library(checkpoint: Checkpoint) -> int:
+    """Return the number of files that the library reads."""
+    return len(checkpoint.coding.tensors) if isinstance(checkpoint.coding, SafetensorsLibrary) else 0
+
+
+def unread_by_library(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a description of the tensors that the library could not read."""
+    if isinstance(checkpoint.coding, SafetensorsLibrary) and checkpoint.coding.unread:
+        yield f"{names(checkpoint.coding.unread, most=3)} by the safetensors library, whose dtypes numpy lacks"
 
 
 class _LibraryStore(Around):

@@ -48,7 +48,7 @@ def verdict_text(
     if verification.independent:
         files = count_text(verification.independent, "file")
         lines.append(f"  {files} read with Hugging Face's safetensors library, not with reshard's reader")
-    if verification.sample is not None:
+    if verification.sample is not None and verification.total_bytes:
         again = spelled(Text("for the same again: ", Option("seed", verification.seed)), words)
         lines.append(f"  a random sample, {_percent(verification):.3g} % of the bytes; {again}")
     absent = {
@@ -102,7 +102,9 @@ def summary(verification: Verification) -> str:
         return f"{target} and {against} cannot be compared bit for bit: {tensors_text}"
     count = count_text(len(differences), "difference")
     if tensors:
-        count = f"{len(tensors):,} of {count_text(max(verification.tensors, len(tensors)), 'tensor')}"
+        count = (
+            f"{len(tensors):,} of {count_text(max(verification.tensors + verification.linked, len(tensors)), 'tensor')}"
+        )
     elif files:
         count = f"{len(files):,} of {count_text(max(verification.files, len(files)), 'file')}"
     return f"{target} differs from {against}: {count}"
@@ -119,12 +121,25 @@ def conclusion(verification: Verification) -> str:
         return f"is as the manifest {printable(near(against))} says; {_compared(verification)}"
     if verification.by_checksums:
         return f"has the sizes and checksums of its ledger, in {count_text(verification.files, 'file')}"
+    linked = _linked_text(verification)
+    if linked and not verification.tensors:
+        return f"has the structure of {_after_changes(verification, against)}; {linked}"
     absent, rest = verification.absent, len(verification.left_out)
     without = f", except {count_text(absent, 'block')} that no file has" if absent else ""
     others = (
         f"; {count_text(rest, 'other')} in the target not compared" if rest and not _selection(verification) else ""
     )
-    return f"= {_after_changes(verification, against)}; {_compared(verification)}{without}{others}"
+    parts = (f"{_compared(verification)}{without}{others}", linked)
+    return f"= {_after_changes(verification, against)}; {'; '.join(filter(None, parts))}"
+
+
+def _linked_text(verification: Verification) -> str:
+    """Return how many tensors were not compared because both sides have them in the same files, or ""."""
+    if not verification.linked:
+        return ""
+    tensors = count_text(verification.linked, "tensor")
+    sums = ", which have the checksums that they carry" if verification.linked_summed_bytes else ""
+    return f"{tensors} not compared, in the same files on both sides{sums}"
 
 
 def _alone_text(verification: Verification) -> str:
@@ -242,9 +257,9 @@ def below(path: str, root: str | None) -> str:
 def verdict_data(verification: Verification) -> dict[str, object]:
     """Return the result of a verification as plain data."""
     data = fields_data(
-        verification, "target", "against", "step", "against_step", "equal", "changes", "note", "absent", "complete",
-        "ranks", "files", "tensors", "copies", "bytes_read", "total_bytes", "sample", "seed", "seconds", "dropped",
-        "left_out", "warnings", "unchecked", "independent",
+        verification, "target", "against", "step", "against_step", "equal", "changes", "note", "absent", "linked",
+        "linked_summed_bytes", "complete", "ranks", "files", "tensors", "copies", "bytes_read", "total_bytes", "sample",
+        "seed", "seconds", "dropped", "left_out", "warnings", "unchecked", "independent",
     )  # fmt: skip
     data["complete"] = verification.complete and verification.equal
     data["differences"] = [_difference_data(difference) for difference in verification.differences]

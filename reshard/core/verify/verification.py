@@ -24,6 +24,8 @@ class Counts:
     bytes_read: int = 0
     total_bytes: int = 0
     absent: int = 0
+    linked: int = 0
+    linked_summed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Verification:
 
     @property
     def tensors(self) -> int:
-        """Number of tensors checked."""
+        """Number of tensors checked, without the linked ones."""
         return self.counts.tensors
 
     @property
@@ -143,6 +145,16 @@ class Verification:
     def absent(self) -> int:
         """Number of blocks that are in no file of one side, and were not compared."""
         return self.counts.absent
+
+    @property
+    def linked(self) -> int:
+        """Number of tensors with blocks in files that target and source share, which cannot be compared."""
+        return self.counts.linked
+
+    @property
+    def linked_summed_bytes(self) -> int:
+        """Bytes of the shared files that were compared with the checksums that these files contain."""
+        return self.counts.linked_summed_bytes
 
     @property
     def equal(self) -> bool:

@@ -31,7 +31,7 @@ from reshard.errors import GoneError, Option, SourceError, Text, UsageError, byt
 from reshard.formats.rank_dirs import leftovers, rank_of
 from reshard.formats.sets import read_index
 from reshard.readers.open import made_at
-from reshard.readers.safetensors_library import SafetensorsLibrary, by_library
+from reshard.readers.safetensors_library import by_library, read_by_library, unread_by_library
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.reshape import with_shapes
 from reshard.storage.cipher import required
@@ -146,7 +146,7 @@ def verify(
                 target, against, selection, deduplicated=deduplicated, cipher=cipher, against_cipher=source_cipher
             )
             result = _against_source(sides, options)
-            if any(file.index.sums is not None for file in sides.target.files):
+            if not result.linked and any(file.index.sums is not None for file in sides.target.files):
                 rest = f"values are compared, not the checksums in the files of {sides.target.root}"
                 note = joined("; ", [*([result.note] if result.note else []), rest])
                 result = replace(result, compared=replace(result.compared, note=note))
@@ -353,6 +353,7 @@ def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | 
 def _against_source(sides: Sides, options: _Options) -> Verification:
     """Compare the target with the result of converting the source."""
     from reshard.core.verify.compare import checks, compare  # lazy import: needs numpy
+    from reshard.core.verify.compare.linked import check_sums, without_linked
     from reshard.core.verify.compare.ties import compare_ties
 
     target, source, selection, deduplicated, note = sides
@@ -385,8 +386,9 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
         warnings += matched.warnings
         pairs |= matched.pairs
         absent += matched.absent
+    linked = without_linked(source, target, all_checks)
     compared = compare(
-        source, target, all_checks, budget, options.client, options.on_progress, sample=sample, seed=seed
+        source, target, linked.checks, budget, options.client, options.on_progress, sample=sample, seed=seed
     )
     ties = compare_ties(
         source,
@@ -398,16 +400,23 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
         seed=seed,
     )
     differences += [*compared.differences, *ties.differences]
+    summed = 0
+    if linked.tensors and sample is None:
+        carried = check_sums(target, linked, options.threads, options.on_progress, options.client)
+        differences += carried.differences
+        summed = carried.nbytes
     warnings += [
         f"{name} differs between the ranks of the source; any of its values will do" for name in compared.varying
     ]
     counts = Counts(
         len(target.files),
-        len({check.name for check in all_checks}),
+        len({check.name for check in all_checks} - linked.tensors),
         sum(len(copies) for check in all_checks for copies in check.transfer.route.writes),
         compared.nbytes + ties.nbytes,
         compared.total_bytes + ties.total_bytes,
         absent,
+        len(linked.tensors),
+        summed,
     )
     comparison = Comparison(
         source.title,
@@ -419,7 +428,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
         ),
         sample,
         seed if sample is not None else None,
-        independent=_read_by_library(target) if options.independent else 0,
+        independent=read_by_library(target) if options.independent else 0,
     )
     return Verification(
         target.root,
@@ -433,21 +442,10 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
         (
             *([] if compares_notes(source, target) else ["notes (__metadata__)"]),
             _ALWAYS_UNCHECKED,
-            *_unread_by_library(target),
+            *unread_by_library(target),
         ),
         step=target.opening.step,
     )
-
-
-def _read_by_library(target: Checkpoint) -> int:
-    """Return the number of files that the library reads."""
-    return len(target.coding.tensors) if isinstance(target.coding, SafetensorsLibrary) else 0
-
-
-def _unread_by_library(target: Checkpoint) -> Iterator[str]:
-    """Yield a description of the tensors that the library could not read."""
-    if isinstance(target.coding, SafetensorsLibrary) and target.coding.unread:
-        yield f"{names(target.coding.unread, most=3)} by the safetensors library, whose dtypes numpy lacks"
 
 
 def _casts(differences: list[Difference], sides: tuple[str, str]) -> Iterator[Text]:
