@@ -39,7 +39,7 @@ from reshard.source.checkpoint import Checkpoint, SourceFile, unreadable_in
 from reshard.source.facts import Opening
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
-from reshard.source.records import DIRECTORY, unfinished
+from reshard.source.records import DIRECTORY, UNREADABLE_LEDGER, unfinished
 from reshard.storage.base import COPY_AGAIN, reading
 from reshard.storage.cipher import required
 from reshard.storage.places import AnyName, Place, as_place
@@ -116,10 +116,10 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         path, listing, iteration,
         {"rank_pattern": rank_pattern, "suffix": suffix, "layouts": layouts, "stage": stage, "partial": partial},
     )  # fmt: skip
-    ledger = None if isinstance(path, Mapping) else _with_strategy(as_place(path), listing, described=False)
     files, ranks, warnings, step, cipher = _read_undescribed(path, listing, rank_pattern, suffix, cipher)
-    is_told = strategy or layouts or rank_pattern != RANK_PATTERN or set_indexes(listing)
-    numbered = "" if is_told else _one_rank(files, cipher, warnings)
+    is_described = bool(strategy or layouts or set_indexes(listing))
+    ledger = None if isinstance(path, Mapping) else _ledger(as_place(path), listing, warnings if is_described else None)
+    numbered = "" if is_described or rank_pattern != RANK_PATTERN else _one_rank(files, cipher, warnings)
     change = ledger.change(files, partial=partial) if ledger else ""
     ledger_strategy = ledger.strategy if ledger and not change else None  # the layout in the ledger
     root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else as_place(path))
@@ -267,6 +267,9 @@ def made_at(
         listing: the names of its entries, if known.
         mixed: accept a directory that has other files, too; `Made.change` then names them.
         described: whether the path describes its own blocks, if that is known.
+
+    Raises:
+        SourceError: its ledger exists, and cannot be read or is damaged.
     """
     root = as_place(path)
     try:
@@ -282,8 +285,10 @@ def made_at(
         else:
             unified = read_index(root)
             files_by_rank = {0: unified[0]} if unified else rank_files(root, RANK_PATTERN, None, [])[0]
-    except SourceError:  # several checkpoints in one directory, or missing ranks, which reading the files reports
-        return None
+    except SourceError as error:
+        if error.code == UNREADABLE_LEDGER:
+            raise
+        return None  # several checkpoints in one directory, or missing ranks, which reading the files reports
     recorded = {f"{ledger.root}/{file}" for file in ledger.records}
     is_recorded = [str(file.absolute()) in recorded for files in files_by_rank.values() for file in files]
     return ledger if (any if mixed else all)(is_recorded) else None
@@ -307,6 +312,23 @@ def ledger_layout(path: AnyName, cipher: Cipher | None = None, *, described: boo
         return LedgerLayout(ledger is not None)
     change = ledger.change(read_headers(path, cipher=cipher).files)
     return LedgerLayout(not change, change)
+
+
+def _ledger(root: Place, listing: Sequence[str], warnings: list[str] | None) -> Made | None:
+    """Return the provenance of ranks with a strategy, or None.
+
+    Args:
+        root: the directory.
+        listing: the names of its entries.
+        warnings: gets a warning if the ledger cannot be read; None if the layout depends on it.
+    """
+    try:
+        return _with_strategy(root, listing, described=False)
+    except SourceError as error:
+        if error.code != UNREADABLE_LEDGER or warnings is None:
+            raise
+        warnings.append(error.message)
+        return None
 
 
 def _with_strategy(root: Place, listing: Sequence[str], *, described: bool | None) -> Made | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from shlex import quote
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -118,7 +119,9 @@ def lone_rank(
 
 def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
     """Return whether the parent directory's ledger lists these files and has a strategy."""
-    ledger = made_of(above)
+    ledger = None
+    with suppress(SourceError):  # a ledger that cannot be read does not say that other ranks are missing
+        ledger = made_of(above)
     if ledger is None or not ledger.strategy:
         return False
     sizes = {f"{ledger.root}/{file}": record.ready[0] for file, record in ledger.records.items() if record.ready}

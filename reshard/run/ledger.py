@@ -128,7 +128,7 @@ class Ledger:
         """
         if not self.keeps:
             return {}
-        records, logs, _ = known(self.root, files)
+        records, logs, _, _ = known(self.root, files)
         self._older = {name: named for name, named in logs.items() if name != self._log}
         return records_beside(self.root, files) | records if beside else records
 

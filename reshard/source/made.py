@@ -21,7 +21,7 @@ from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
 from reshard.formats.zarr.files import is_of_store
 from reshard.source.headers import contents_digest
-from reshard.source.records import DIRECTORY, Record, known
+from reshard.source.records import DIRECTORY, Record, known, unreadable_ledger
 from reshard.source.records import digest as digest_of
 from reshard.storage.crc import crc_of_range
 from reshard.storage.places import any_store, as_place, workers_at
@@ -174,7 +174,7 @@ def made_of(target: Place, listing: Sequence[str] | None = None) -> Made | None:
         listing: the names of its entries, if known; empty if it is a file.
 
     Raises:
-        SourceError: the storage cannot be reached.
+        SourceError: the storage cannot be reached; its ledger exists, and cannot be read or is damaged.
     """
     listing = target.names() if listing is None else listing
     if not listing and target.is_file():
@@ -190,24 +190,26 @@ def made_of(target: Place, listing: Sequence[str] | None = None) -> Made | None:
 def _newest(root: str, file: str | None = None, *, below: str = "", directory: str | None = None) -> Made | None:
     """Return the newest provenance of files below a directory, with all its files."""
     directory = directory or f"{root}/{DIRECTORY}"
-    records = known(root, None if file is None else [file], directory=directory, with_ranges=False).records
+    if as_place(directory).is_symlink():
+        return None
+    logs = known(root, None if file is None else [file], directory=directory, with_ranges=False)
+    if logs.damaged:
+        raise unreadable_ledger(f"{directory}/{logs.damaged[0]}.jsonl", "none of its lines is valid")
+    records = logs.records
     ready = (record.made for path, record in reversed(records.items()) if record.ready and path.startswith(below))
     digest = next(ready, "")
     if not digest:
         return None
     files = {path: item for path, item in records.items() if item.made == digest and item.ready and is_inner_path(path)}
+    path = f"{directory}/made-{digest}.json"
     try:
-        if as_place(directory).is_symlink():
-            return None
-        content = read_small(as_place(f"{directory}/made-{digest}.json"), "ledger", _LARGEST, SourceError)
-        if digest_of(content) != digest:  # foreign, or changed since
-            return None
-        provenance = read_provenance(content)
+        content = read_small(as_place(path), "ledger", _LARGEST, SourceError)
+        provenance = read_provenance(content, digest)
         strategies = [
             record.read() if record else None for record in (provenance.target.strategy, provenance.source.strategy)
         ]
-    except (SourceError, ValueError, OSError):
-        return None
+    except (SourceError, ValueError, OSError) as error:
+        raise unreadable_ledger(path, error.message if isinstance(error, SourceError) else error) from None
     target = f"{root}/{file or below}".rstrip("/")
     return Made(target, root, directory, files, provenance, strategies[0])
 
@@ -217,9 +219,12 @@ def provenance_file(provenance: Provenance) -> bytes:
     return to_json({"reshard_made": VERSION, "provenance": provenance})
 
 
-def read_provenance(content: bytes) -> Provenance:
-    """Return the provenance in a file; raise `ValueError` if it is invalid, or of another version."""
+def read_provenance(content: bytes, digest: str) -> Provenance:
+    """Return the provenance in a file; raise `ValueError` if it is invalid, of another version or digest."""
     from reshard.formats.provenance import Provenance  # lazy import: not every source has a ledger
+
+    if digest_of(content) != digest:
+        raise ValueError("its contents are not those that its name has the digest of")
 
     parsed = parse(content)
     if not isinstance(parsed, dict) or parsed.get("reshard_made") != VERSION:

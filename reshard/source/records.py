@@ -35,13 +35,14 @@ import re
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from errno import ELOOP, ENOENT, ENXIO
 from hashlib import blake2b
 from pathlib import Path
 from shlex import join
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import bytes_text
+from reshard.errors import SourceError, bytes_text
 from reshard.storage.page_cache import boot_id
 from reshard.storage.places import can
 from reshard.storage.threads import map_ordered
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 
 DIRECTORY = ".reshard"
 """The directory of logs, below the target directory."""
+
+UNREADABLE_LEDGER = "unreadable-ledger"
+"""The code of errors about ledgers that exist and cannot be read."""
 
 VERSION = 1
 """The version of the log format."""
@@ -186,11 +190,13 @@ class Logs(NamedTuple):
         records: the newest record of each requested file.
         logs: the files that each log mentions, by the name of the log, oldest first.
         made: the digest of the provenance in each log, by the name of the log.
+        damaged: the names of logs that have lines, but none that is valid.
     """
 
     records: dict[str, Record]
     logs: dict[str, set[str]]
     made: dict[str, str]
+    damaged: list[str]
 
 
 def known(root: str, files: Collection[str] | None = None, *, directory: str = "", with_ranges: bool = True) -> Logs:
@@ -203,10 +209,10 @@ def known(root: str, files: Collection[str] | None = None, *, directory: str = "
         with_ranges: read the ranges that were written, too, which are nearly all of the bytes.
 
     Raises:
-        SourceError: the storage of the target cannot be reached.
+        SourceError: the storage of the target cannot be reached, or the logs cannot be read.
     """
     requested = None if files is None else frozenset(files)
-    result = Logs({}, {}, {})
+    result = Logs({}, {}, {}, [])
     most = _MOST_BYTES + _BYTES_A_FILE * len(files or ())
     for name, parts in parts_of(directory or f"{root}/{DIRECTORY}").items():
         lines = lines_of(parts, most)
@@ -254,9 +260,20 @@ def listed(directory: str) -> list[str]:
     """Return the sorted names in a directory of logs; empty if it does not exist."""
     if not can(directory).appends:
         return sorted(url.removeprefix(f"{directory}/") for url in listings.now(directory))  # others write there, too
-    with suppress(OSError):
+    try:
         return sorted(os.listdir(directory))  # noqa: PTH208 -- by text, as at URLs
-    return []
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable_ledger(directory, error.strerror) from None
+
+
+def unreadable_ledger(path: str, reason: object) -> SourceError:
+    """Return the error for a ledger that exists and cannot be read."""
+    return SourceError(
+        f"cannot read the ledger {path}: {reason}", code=UNREADABLE_LEDGER,
+        hint=f"make it readable, or move {path.partition(DIRECTORY)[0]}{DIRECTORY} away to do without it",
+    )  # fmt: skip
 
 
 def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
@@ -266,7 +283,7 @@ def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
             yield from (content or b"")[:most].splitlines()
         return
     for path in parts:
-        with suppress(OSError):
+        try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             if not S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
@@ -276,12 +293,16 @@ def lines_of(parts: Sequence[str], most: int) -> Iterator[bytes]:
                 while remaining > 0 and (line := file.readline(_LONGEST_LINE)):
                     remaining -= len(line)
                     yield line
+        except OSError as error:
+            if error.errno not in {ENOENT, ELOOP, ENXIO}:  # removed since, a link, a socket
+                raise unreadable_ledger(path, error.strerror) from None
 
 
 def _read_log(lines: Iterable[bytes], result: Logs, name: str, requested: frozenset[str] | None) -> None:
     """Add the contents of a log to `found`."""
     names, records = result.logs.setdefault(name, set()), result.records
     head: dict[str, Any] = {}
+    text = b""
     for text in lines:
         with suppress(*UNSOUND):
             line = json.loads(text)
@@ -299,6 +320,8 @@ def _read_log(lines: Iterable[bytes], result: Logs, name: str, requested: frozen
                 if "digest" in line:
                     records.pop(file, None)
                 records[file] = record
+    if text and not (head or names):
+        result.damaged.append(name)
 
 
 def _extended(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Record:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
@@ -333,8 +334,11 @@ def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | 
         sampled = (
             f", but for samples of {statistics.copies:,} of {statistics.of_copies:,} replicas" if statistics else ""
         )
-        advice = " (its ledger names a source: run `verify` with the path alone to compare every bit with it)"
-        yield f"contents{sampled}{advice if made_at(target.root) is not None else ''}"
+        advice = ""
+        with suppress(SourceError):
+            if made_at(target.root) is not None:
+                advice = " (its ledger names a source: run `verify` with the path alone to compare every bit with it)"
+        yield f"contents{sampled}{advice}"
     elif carried.rest > 0:
         yield f"{bytes_text(carried.rest)} of the files, which have no checksums"
     if carried.unread:

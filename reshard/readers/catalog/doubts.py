@@ -169,7 +169,10 @@ def store_findings(directory: Directory) -> Findings:
     def doubt(checkpoint: Checkpoint) -> str:
         if not store_notes(directory.place):
             return "an absent chunk of a zarr store stands for its fill value"
-        recorded = made_of(directory.place)
+        try:
+            recorded = made_of(directory.place)
+        except SourceError as error:
+            return error.message
         return "" if recorded and recorded.is_as_noted() else _encoded_files(directory, checkpoint)
 
     return by_opening(partial(open_store, directory.place), directory.place, doubt)

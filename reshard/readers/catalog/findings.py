@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 State = Literal["complete", "incomplete", "unknown"]
 
-_UNDECIDED = ("unsupported-", "unknown-", "several-", "ambiguous-", "too-", "cannot-read", "no-tensors")
+_UNDECIDED = (
+    "unsupported-", "unknown-", "several-", "ambiguous-", "too-", "cannot-read", "no-tensors", "unreadable-ledger",
+)  # fmt: skip
 """The beginnings of codes of errors that say nothing about completeness: there is more in the files than is read."""
 
 

@@ -78,12 +78,12 @@ def _findings(directory: Directory, files: Mapping[int, Sequence[Place]], every_
     try:
         with reading(SourceError):
             indexed = index_ranks(files, None, [])
+            recorded = made_of(root) if DIRECTORY in directory.names else None
     except SourceError as error:
         return of_error(error, root)._replace(ranks=len(files))
     findings = Findings("complete", "", len(files))
     if missing := sorted((every_rank | {*range(max(files))}).difference(files)):
         return findings._replace(state="incomplete", reason=f"has no file of {ranks_text(missing)}")
-    recorded = made_of(root) if DIRECTORY in directory.names else None
     if recorded and recorded.ranks:
         strategies = {DIRECTORY: own} if (own := _own_strategy(recorded)) else {}
         sources = {DIRECTORY: frozenset(recorded.ranks)}
