@@ -2,7 +2,8 @@
 
 1. An interrupt ends it with one line, at any moment. Before this module is loaded Python itself starts, and ends with
    a traceback of its own if it must.
-2. Without room for the files that are to be opened it says so: Python's imports are the first that need some.
+2. A system that is not supported gets one line, too.
+3. Without room for the files that are to be opened it says so: Python's imports are the first that need some.
 
 So this imports nothing that takes time: `_signal` is what `signal` makes enumerations of.
 """
@@ -27,10 +28,20 @@ def main() -> NoReturn:
     """Run the command line and exit."""
     if getsignal(SIGINT) is default_int_handler:  # and whoever ignores it goes on ignoring it
         signal(SIGINT, stop)
+    _check_system()
     _check_descriptors()
     from reshard.cli.main import main as run
 
     run()
+
+
+def _check_system() -> None:
+    """Exit with a sentence on a system that is not supported."""
+    try:
+        import reshard.storage  # noqa: F401 -- it raises there
+    except ImportError as error:
+        os.write(2, f"error: {error}\n".encode())
+        sys.exit(1)
 
 
 def _check_descriptors() -> None:

@@ -26,6 +26,7 @@ from reshard.run.settings import RunOptions
 from reshard.source.holdings import is_deduplicated
 from reshard.storage.places import as_place
 from reshard.storage.small import refuse_inputs
+from reshard.storage.threads import processor_count
 from reshard.strategy.files import read_strategy, strategy_files
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.needed import lacking_ranks
@@ -113,7 +114,7 @@ def thread_count(argument: str, value: object) -> int:
     count = whole_number(argument, value)
     if count < 1:
         raise UsageError(f"{argument} is {value}; expected at least 1", code="out-of-range")
-    return min(count, len(os.sched_getaffinity(0)))
+    return min(count, processor_count())
 
 
 def whole_number(argument: str, value: object) -> int:

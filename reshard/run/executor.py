@@ -23,7 +23,7 @@ from reshard import environment
 from reshard.errors import ReshardError, SourceError, TargetError, names
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, workers_at
-from reshard.storage.threads import live_runs, map_ordered, uninterrupted
+from reshard.storage.threads import live_runs, map_ordered, processor_count, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -318,7 +318,7 @@ def connected(cluster: str, threads: int | None = None) -> Iterator[Any]:
                 ) from None
             yield client
         return
-    processors = len(os.sched_getaffinity(0))
+    processors = processor_count()
     workers = int(cluster.partition(":")[2] or min(processors, 4))
     with (
         LocalCluster(

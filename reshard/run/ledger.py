@@ -31,6 +31,7 @@ from reshard.source.records import (
     parts_of,
 )
 from reshard.storage.local import write_error
+from reshard.storage.page_cache import sync_file
 from reshard.storage.places import as_place, can, store_at
 from reshard.storage.small import read_small
 from reshard.storage.urls.remote import remote_store
@@ -344,7 +345,7 @@ def write_at(path: str, offset: int, content: bytes, *, sync: bool = False, room
     """
     descriptor = opened(path, os.O_WRONLY | os.O_CREAT)
     try:
-        if room > len(content):
+        if room > len(content) and hasattr(os, "posix_fallocate"):
             with suppress(OSError):
                 os.posix_fallocate(descriptor, 0, room)
         os.lseek(descriptor, offset, os.SEEK_SET)
@@ -352,7 +353,7 @@ def write_at(path: str, offset: int, content: bytes, *, sync: bool = False, room
         while done < len(content):
             done += os.write(descriptor, content[done:])
         if sync:
-            os.fsync(descriptor)
+            sync_file(descriptor)
     except OSError as error:
         raise write_error(path, error, len(content)) from error
     finally:

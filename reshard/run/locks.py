@@ -19,6 +19,7 @@ import json
 import os
 import re
 import struct
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -294,7 +295,7 @@ def _byte_of(file: str) -> tuple[int, int]:
 def _take(descriptor: int, start: int, nbytes: int) -> bool:
     """Lock bytes of a lock file (0: to the end); return False if any is locked."""
     try:
-        if hasattr(fcntl, "F_OFD_SETLK"):  # Linux: locks of the open file, which also separate two runs of one process
+        if sys.platform == "linux":  # locks of the open file, which also separate two runs of one process
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
         else:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, nbytes, start)

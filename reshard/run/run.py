@@ -26,6 +26,7 @@ from reshard.source.records import DIRECTORY
 from reshard.storage.cipher import store_of
 from reshard.storage.local import local_store
 from reshard.storage.places import any_store, as_place, can
+from reshard.storage.threads import processor_count
 from reshard.storage.urls.pool import pool
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _threads(options: RunOptions, most: int) -> int:
     """Return the number of threads; 0 means the calling thread."""
     if options.scheduler == "synchronous":
         return 0
-    return min(environment.threads(options.threads) or len(os.sched_getaffinity(0)), most)
+    return min(environment.threads(options.threads) or processor_count(), most)
 
 
 def _memory() -> int:

@@ -29,7 +29,14 @@ from reshard.storage.base import (
     unfinished_stem,
 )
 from reshard.storage.handles import OpenFiles
-from reshard.storage.page_cache import GLANCE_BYTES, Glances, drop_pages, prefetch_pages, start_writeback
+from reshard.storage.page_cache import (
+    GLANCE_BYTES,
+    Glances,
+    drop_pages,
+    prefetch_pages,
+    start_writeback,
+    sync_file,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -47,6 +54,9 @@ WRITE_BYTES = 512 << 10
 
 With large folios a long write at a multiple of its length takes several times as long (ext4 and XFS, Linux 6.16 on).
 """
+
+
+_MOST_READ = 1 << 30  # of a single call; macOS refuses 2 GiB
 
 
 class LocalStore:
@@ -102,7 +112,7 @@ class LocalStore:
         """Fill a buffer of which `done` bytes are read."""
         while done < len(buffer):
             try:
-                count = os.preadv(fd, [buffer[done:] if done else buffer], offset + done)
+                count = os.preadv(fd, [buffer[done : done + _MOST_READ]], offset + done)
             except OSError as error:
                 raise read_error(SourceError, path, error, f"at byte {offset + done}") from error
             if not count:
@@ -203,7 +213,7 @@ class LocalStore:
         with self.files.open(path, os.O_RDWR if written else os.O_RDONLY) as fd:
             if written and wait:
                 try:
-                    os.fdatasync(fd)
+                    getattr(os, "fdatasync", os.fsync)(fd)  # macOS has fsync alone
                 except OSError as error:
                     raise write_error(path, error, 0) from error
             drop_pages(fd, first, last)
@@ -220,7 +230,7 @@ class LocalStore:
         """Sync an unfinished file to disk."""
         with self.files.open(path, os.O_RDWR) as fd:
             try:
-                os.fsync(fd)
+                sync_file(fd)
             except OSError as error:
                 raise write_error(path, error, 0) from error
 
@@ -228,7 +238,7 @@ class LocalStore:
         """Sync a file that has its final name to disk, and its directory entry."""
         with self.files.open(path, os.O_RDONLY) as fd:
             try:
-                os.fsync(fd)
+                sync_file(fd)
                 _sync_directory(path)
             except OSError as error:
                 raise write_error(path, error, 0) from error
@@ -342,21 +352,26 @@ def _open_own(path: str) -> int:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Allocate the space of a file; as fast as `ftruncate`, and fails early on a full disk."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        # Some network file systems lack it; the size is then set without allocating space.
-        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}:
-            raise
-        os.ftruncate(fd, size)
+    """Allocate the space of a file; as fast as `ftruncate`, and fails early on a full disk.
+
+    macOS and some network file systems cannot; the size is then set without allocating space.
+    """
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}:
+                raise
+        else:
+            return
+    os.ftruncate(fd, size)
 
 
 def _sync_directory(path: str) -> None:
     """Sync the directory entry of a file to disk."""
     directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(directory)
+        sync_file(directory)
     finally:
         os.close(directory)
 

@@ -1,11 +1,13 @@
-"""The kernel's page cache: read from it without I/O, prefetch and evict pages, start writeback.
+"""The kernel's page cache: read from it without I/O, prefetch and evict pages, start writeback, sync.
 
-If the system cannot tell which pages are cached, or cannot start writeback, files are read and written without this.
+If the system cannot tell which pages are cached, cannot evict them or cannot start writeback, as macOS, files are read
+and written without this.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import resource
 from contextlib import suppress
@@ -108,7 +110,9 @@ class Glances:
 
 
 def drop_pages(fd: int, first: int = 0, last: int | None = None) -> None:
-    """Evict the clean pages of a byte range (default: the file) from the page cache."""
+    """Evict the clean pages of a byte range (default: the file) from the page cache, if supported."""
+    if not hasattr(os, "posix_fadvise"):
+        return
     page = resource.getpagesize()  # the kernel keeps pages that the range covers only in part
     first = first // page * page
     count = 0 if last is None else max(-(-last // page) * page - first, 1)  # 0 is all
@@ -120,6 +124,18 @@ def prefetch_pages(fd: int, offset: int, nbytes: int) -> None:
     with suppress(OSError, AttributeError):
         for begin in range(offset, offset + nbytes, _PREFETCHED):
             os.posix_fadvise(fd, begin, min(_PREFETCHED, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
+
+
+def sync_file(fd: int) -> None:
+    """Sync a file or a directory to disk, and return when its data survive a power failure."""
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, where fsync leaves the data in the cache of the drive
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        except OSError:  # not on every file system
+            pass
+        else:
+            return
+    os.fsync(fd)
 
 
 def start_writeback(fd: int) -> None:

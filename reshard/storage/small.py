@@ -20,6 +20,7 @@ from reshard.errors import GoneError, Option, TargetError, Text, UsageError
 from reshard.storage.base import read_error, stem_of_unfinished, unfinished_path, unfinished_stem
 from reshard.storage.handles import open_regular
 from reshard.storage.local import write_error
+from reshard.storage.page_cache import sync_file
 from reshard.storage.places import AnyName, RemotePath, as_place
 from reshard.storage.urls.remote import remote_store
 
@@ -139,7 +140,7 @@ def write_whole(path: AnyName, content: bytes | Iterable[bytes]) -> None:
         with unfinished.open("xb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
-            os.fsync(file.fileno())  # or the file may have its name but no contents after a power failure
+            sync_file(file.fileno())  # or the file may have its name but no contents after a power failure
         unfinished.replace(location)
     except BaseException as error:
         with suppress(OSError):

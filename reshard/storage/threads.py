@@ -8,6 +8,7 @@ thread does, which interrupts do not reach, and the main thread waits at a queue
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from _thread import start_new_thread
@@ -38,6 +39,13 @@ class _Done(NamedTuple):
 
 class _CancelledError(Exception):
     """Raised inside cancelled work."""
+
+
+def processor_count() -> int:
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def uninterrupted(

@@ -5,7 +5,6 @@ Some files contain checksums of their own contents, which most loaders ignore; `
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -19,7 +18,7 @@ from reshard.run.executor import map_tasks
 from reshard.storage.cipher import store_of
 from reshard.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault
 from reshard.storage.places import in_batches
-from reshard.storage.threads import map_ordered
+from reshard.storage.threads import map_ordered, processor_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -43,7 +42,7 @@ def thread_count(threads: int | None) -> int:
     """Return the number of threads, by default one per processor up to a limit."""
     threads = environment.threads(threads)
     if threads is None:
-        return min(len(os.sched_getaffinity(0)), budget.THREADS)
+        return min(processor_count(), budget.THREADS)
     if threads < 1:
         raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
     return threads
