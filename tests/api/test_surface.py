@@ -68,7 +68,7 @@ def test_every_error_is_exported() -> None:
 def test_every_option_is_in_the_signature_and_the_docstring(function: Any) -> None:
     parameters = inspect.signature(function).parameters
     assert all(one.kind is not one.VAR_KEYWORD for one in parameters.values())
-    assert all(f"        {name}: " in (function.__doc__ or "") for name in parameters if name != "self")
+    assert all(f"    {name}: " in (inspect.getdoc(function) or "") for name in parameters if name != "self")
 
 
 def test_a_plan_takes_paths_sizes_words_and_keywords(source: reshard.Checkpoint, home: Path, tmp_path: Path) -> None:

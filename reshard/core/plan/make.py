@@ -347,7 +347,7 @@ def plan_convert(
             open_checkpoint(path, cipher=cipher), format=format, files=NamedFile(name or path.name),
             selection=selection, threads=threads, target_cipher=target_cipher,
         )  # fmt: skip
-    kind = "zarr store" if is_store(path) else "unified set" if path.is_dir() and read_index(path) else None
+    kind = "zarr store" if is_store(path.names()) else "unified set" if path.is_dir() and read_index(path) else None
     if kind is None and self_described(path):
         opened = open_checkpoint(path, cipher=cipher)
         if opened.extras.arrangement is not None:

@@ -41,13 +41,17 @@ V2 = (".zgroup", ".zarray", ".zmetadata")
 """The files that mark a store of zarr v2."""
 
 
-def is_store(root: Place) -> bool:
-    """Return whether a directory or URL is a zarr store, even if it is unfinished or zarr v2.
+_ORBAX = "_METADATA"
+"""The file of Orbax that describes an item, which may be a zarr group as well."""
 
-    Raises:
-        SourceError: the URL cannot be accessed.
+
+def is_store(listing: Collection[str]) -> bool:
+    """Return whether a directory with these names is a zarr store, even if it is unfinished or zarr v2.
+
+    >>> is_store(["w", "zarr.json"]), is_store(["w", "zarr.json", "_METADATA"])
+    (True, False)
     """
-    return any(map(is_of_store, root.names()))
+    return _ORBAX not in listing and any(map(is_of_store, listing))
 
 
 def is_of_store(name: str) -> bool:

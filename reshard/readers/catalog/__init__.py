@@ -22,7 +22,7 @@ from reshard.formats.directories import STEP_NAME, is_iteration
 from reshard.formats.rank_dirs import RANK_DIRECTORY
 from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr import METADATA
-from reshard.formats.zarr.files import is_of_store
+from reshard.formats.zarr.files import is_store
 from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
@@ -253,12 +253,12 @@ def _here(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
 def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
     """Yield the checkpoints in a directory itself that are not unfinished targets, as `_here` does."""
     root, names = directory.place, directory.names
-    is_store = any(map(is_of_store, names))
-    opener = None if is_store or run_at(root, names) else described(root, names)
+    store = is_store(names)
+    opener = None if store or run_at(root, names) else described(root, names)
     if opener and opener.format == DCP_LABEL and opener.is_deep and _are_several(directory, opener):
         return
     zero = directory.below.get("zero")
-    if is_store:
+    if store:
         examine = partial(store_findings, directory)
         yield Candidate(root, ZARR_LABEL, "", [*directory.every_file()], examine), directory.below
     elif opener:

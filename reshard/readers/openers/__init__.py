@@ -25,7 +25,7 @@ from reshard.formats.directories import (
 )
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import set_indexes
-from reshard.formats.zarr.files import is_of_store
+from reshard.formats.zarr.files import is_store
 from reshard.readers.openers.single import is_single_save, lone_save
 from reshard.readers.orbax.steps import shown_orbax
 from reshard.readers.runs import checkpoint_of, iteration_of, newer, run_at
@@ -126,7 +126,7 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
         listing: the names of its entries, if known.
     """
     listing = root.names() if listing is None else listing
-    if any(map(is_of_store, listing)) and iteration is None:
+    if is_store(listing) and iteration is None:
         from reshard.readers.zarr import open_store  # not on every start
 
         return Opener(root, applied(open_store, root), ZARR_LABEL, is_deep=True)

@@ -18,7 +18,7 @@ from reshard.formats.streaming import piece_bytes, stream_bytes
 from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import slab_bytes
-from reshard.formats.zarr.files import parse_metadata
+from reshard.formats.zarr.files import own_notes, parse_metadata
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.formats.zarr.v2 import parse_v2
 from reshard.layout.block import Block
@@ -122,7 +122,7 @@ def _parsed(item: ItemValues, name: str, file: str, content: bytes) -> ArrayMeta
             return f"has a {file} that is not a JSON object"
         return parse_v2(directory, metadata)
     metadata = parse_metadata(directory / file, content)
-    array = ArrayMetadata.parse(directory, metadata, {})
+    array = ArrayMetadata.parse(directory, metadata, own_notes(metadata))
     if array is None:
         return f"is of zarr's dtype {metadata.get('data_type')!r:.60}, which no checkpoint has"
     if array.encoding:

@@ -11,19 +11,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats.decoding import Decoding
 from reshard.formats.directories import ORBAX
-from reshard.formats.entries import Entry, FileIndex
+from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.formats.zarr import METADATA as METADATA_V3
+from reshard.formats.zarr.files import strings
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
+from reshard.layout.block import Block
 from reshard.readers.listed import nothing_readable
 from reshard.readers.orbax.array_blocks import ArrayBlocks, ChunkDecoding, read_metadata
 from reshard.readers.orbax.item_values import ItemValues
 from reshard.readers.orbax.sharding import SHARDING, arrangement, read_shardings
 from reshard.readers.orbax.steps import MANIFEST, METADATA, items_of, unfinished_reason
 from reshard.readers.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
-from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
+from reshard.readers.zarr import store_notes
+from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.source.facts import Extras, Object
 from reshard.source.reshape import Shared
 from reshard.storage.places import as_place
@@ -86,6 +90,7 @@ class _OrbaxItems:
         tree = read_tree(directory / METADATA) if METADATA in listing else None
         item = ItemValues(directory, listing, tree)
         self.warnings += item.warnings
+        notes = store_notes(directory) if METADATA_V3 in listing else None  # of an item that reshard wrote
         stored = list(dict.fromkeys(_stored_names(item)))
         if tree is None:
             self.warnings.append(f"{directory} has no {METADATA}: arrays are named as they are stored")
@@ -117,6 +122,10 @@ class _OrbaxItems:
                     entries[full_name] = Entry(tensor.spec.dtype, tensor.spec.shape, ())
                 except SourceError as error:
                     self._unreadable[full_name] = error.message
+        for name, text in strings((notes or {}).get("texts", {}), directory).items():
+            shards = (Shard(Block.whole((0,)), (Extent(self._number_of(str(item.files.base / kept)), ()),)),)
+            self._tensors[prefix + name] = Tensor.of(TensorSpec(prefix + name, STR, (0,)), shards, text=text)
+            entries[prefix + name] = Entry(STR, (0,), (), text)
         self._add_files(item, str(item.files.base / kept), entries)
         self._shardings |= {prefix + name: text for name, text in read_shardings(directory / SHARDING).items()}
         if blocks.absent:
