@@ -38,6 +38,7 @@ _HOMES = {
     "Manifest": "core.verify.manifest",
     "merge_strategies": "strategy.files",
     "MindSporeSet": "formats.sets",
+    "MissingNameError": "errors",
     "NoBucketError": "errors",
     "open": "api.checkpoints",
     "plan": "api.plans",
@@ -51,6 +52,7 @@ _HOMES = {
     "read_strategy": "strategy.files",
     "Report": "run.settings",
     "ReshardError": "errors",
+    "ReshardWarning": "messages",
     "Rules": "rules.rules",
     "runs": "view.computed.runs_view",
     "Selection": "core.plan.inputs",
@@ -90,12 +92,14 @@ __all__ = [
     "LoRA",
     "Manifest",
     "MindSporeSet",
+    "MissingNameError",
     "NoBucketError",
     "Plan",
     "PlanError",
     "Progress",
     "Report",
     "ReshardError",
+    "ReshardWarning",
     "Rules",
     "Selection",
     "SourceError",
@@ -150,6 +154,7 @@ if TYPE_CHECKING:
         EncryptedError,
         GoneError,
         LayoutError,
+        MissingNameError,
         NoBucketError,
         PlanError,
         ReshardError,
@@ -165,6 +170,7 @@ if TYPE_CHECKING:
     from reshard.formats.zarr import ZarrGroup
     from reshard.layout.block import Block
     from reshard.layout.layout import Layout
+    from reshard.messages import ReshardWarning
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.run.settings import Progress, Report

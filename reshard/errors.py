@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-_SHOWN_FAULTS = 20
-_SHOWN_OTHERS = 3
+_SHOWN_FAULTS, _SHOWN_OTHERS = 20, 3
 
 
 class Words(NamedTuple):
@@ -190,6 +189,11 @@ class ReshardError(Exception):
     def __str__(self) -> str:
         return str(self.text)
 
+    def _render_traceback_(self) -> list[str]:
+        from reshard.messages import traceback_lines  # only IPython asks
+
+        return traceback_lines(self)
+
     def changed(self, change: Callable[[str], str]) -> Self:
         """Return the same error with a function applied to its message, facts and hint."""
         error = type(self)(change(self.message), code=self.code, facts=map(change, self.facts), hint=change(self.hint))
@@ -209,6 +213,10 @@ class UsageError(ReshardError, ValueError):
 
     exit_code = 2
     code = "usage"
+
+
+class MissingNameError(UsageError, KeyError):
+    """A mapping of tensors, of blocks or of groups does not have a name."""
 
 
 class VerifyError(ReshardError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from reshard.errors import MissingNameError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -31,3 +33,21 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """
     words = nearest(word, known, most=most)
     return f"did you mean {' or '.join(words)}?" if words else ""
+
+
+def missing_name(name: object, known: Iterable[str], message: str, choice: str = "") -> MissingNameError:
+    """Return the error of a mapping without a name.
+
+    Args:
+        name: the name.
+        known: the names that it has.
+        message: the message, but for the name.
+        choice: what to type if the name is a glob; "" if the mapping has nothing that takes globs.
+
+    >>> missing_name("wo", ["wq"], "ckpt has no tensor").message
+    "ckpt has no tensor 'wo'"
+    """
+    hint = did_you_mean(name, known, most=3) if isinstance(name, str) else ""
+    if choice and isinstance(name, str) and any(sign in name for sign in "*?["):
+        hint = f"{choice} takes globs"
+    return MissingNameError(f"{message} {name!r:.200}", code="no-such-tensor", hint=hint)

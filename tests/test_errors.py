@@ -32,6 +32,7 @@ def test_every_kind_has_its_exit_code() -> None:
         "GoneError": 4,
         "UnansweredError": 1,
         "LayoutError": 4,
+        "MissingNameError": 2,
         "StrategyError": 4,
         "PlanError": 4,
         "BudgetError": 5,
@@ -177,7 +178,7 @@ def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> 
             ruled = [words.rule(option) for option in (Option(name), Option(name, 1234, "1kB"))]
             assert ruled != forms(name, words), f"{name} is no exception"
     assert {form.split()[0] for name in named for form in forms(name, OPTIONS)} <= options_of(cli)
-    arguments = arguments_of(reshard, [name for name in reshard.__all__ if not name.endswith("Error")])
+    arguments = arguments_of(reshard, [name for name in reshard.__all__ if not name.endswith(("Error", "Warning"))])
     arguments |= set(inspect.signature(reshard.Rules.read).parameters)
     assert {form.split("=")[0] for name in named for form in forms(name, PYTHON)} <= arguments
     own = [form for name in named for form in forms(name, WORDS) if form not in forms(name, PYTHON)]

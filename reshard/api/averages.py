@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.errors import Option, ReshardError, Text, UsageError
 from reshard.expressions.average import average as average_of
+from reshard.messages import warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,9 +44,12 @@ def average(
         raise UsageError("one checkpoint is given; expected several, in a list", code="wrong-type")
     records = [record_of(each, f"checkpoint {number}") for number, each in enumerate(checkpoints)]
     try:
-        return Checkpoint(average_of(records, weights, dtype, states))
+        average = average_of(records, weights, dtype, states)
     except ReshardError as error:
         raise error.changed(_with_methods) from None
+    known = {text for record in records for text in record.warnings}
+    warn(text for text in average.warnings if text not in known)
+    return Checkpoint(average)
 
 
 def _with_methods(text: str) -> Text:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.api.choices import progress_of, run_plan
@@ -12,14 +11,16 @@ from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.select import narrowed
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.messages import warn
 from reshard.readers.open import open as open_checkpoint
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
 from reshard.sizes import size_of
 from reshard.source.holdings import strategy_of as strategy_of_record
+from reshard.view.notebook.opened import OpenedArrays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from dask.array import Array
 
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from reshard.view.ranks import StoredArrays
     from reshard.view.svg import Picture
     from reshard.view.tables import Groups
-
-    Arrays = Mapping[str, Array]
-else:
-    Arrays = Mapping
 
 
 def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
@@ -86,22 +83,22 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         reshard.StrategyError: the strategy cannot be read.
         reshard.UsageError: options that contradict each other or the checkpoint.
     """
-    return Checkpoint(
-        open_checkpoint(
-            path, strategy=strategy, rank_pattern=rank_pattern, suffix=suffix, layouts=layout, stage=stage,
-            partial=partial, iteration=iteration, cipher=cipher, contents=contents,
-        )
+    record = open_checkpoint(
+        path, strategy=strategy, rank_pattern=rank_pattern, suffix=suffix, layouts=layout, stage=stage,
+        partial=partial, iteration=iteration, cipher=cipher, contents=contents,
     )  # fmt: skip
+    warn(record.warnings)
+    return Checkpoint(record)
 
 
-class Checkpoint(Arrays):
+class Checkpoint(OpenedArrays):
     """An opened checkpoint: a mapping of names to lazy dask arrays of whole tensors.
 
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['assign', 'dequantize', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'rank', 'ranks', 'root',
-     'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_zarr', 'unreadable', 'warnings']
+    ['assign', 'close', 'dequantize', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'rank', 'ranks',
+     'root', 'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_dataframe', 'to_zarr', 'unreadable', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -194,7 +191,8 @@ class Checkpoint(Arrays):
                 at once.
             reshard.UsageError: its names match neither side of the rules.
         """
-        return Checkpoint((rules if isinstance(rules, Rules) else Rules.read(rules)).derived(self._record).checkpoint)
+        rules = rules if isinstance(rules, Rules) else Rules.read(rules)
+        return self._changed(rules.derived(self._record).checkpoint)
 
     def merge_lora(self, lora: LoRA | AnyName) -> Checkpoint:
         """Return the checkpoint with a LoRA adapter, merged into weights when they are read.
@@ -210,7 +208,7 @@ class Checkpoint(Arrays):
         """
         from reshard.rules.lora.merge import merged  # not on every start
 
-        return Checkpoint(merged(self._record, lora if isinstance(lora, LoRA) else LoRA(str(lora))))
+        return self._changed(merged(self._record, lora if isinstance(lora, LoRA) else LoRA(str(lora))))
 
     def assign(self, arrays: Mapping[str, Any] | None = None, /, **named: Any) -> Checkpoint:
         """Return the checkpoint with arrays as tensors, in place of those of the same names, or in addition.
@@ -231,7 +229,7 @@ class Checkpoint(Arrays):
         """
         from reshard.api.writing import assign  # it brings dask
 
-        return Checkpoint(assign(self._record, {**(arrays or {}), **named}))
+        return self._changed(assign(self._record, {**(arrays or {}), **named}))
 
     def scale(self, *patterns: str, factor: float = 1.0, shift: float = 0.0) -> Checkpoint:
         """Return the checkpoint with chosen tensors multiplied by a factor, and a number added to them.
@@ -250,7 +248,7 @@ class Checkpoint(Arrays):
         """
         from reshard.expressions.scale import scale  # not on every start
 
-        return Checkpoint(scale(self._record, patterns, factor, shift))
+        return self._changed(scale(self._record, patterns, factor, shift))
 
     def dequantize(self, dtype: str = "bfloat16") -> Checkpoint:
         """Return the checkpoint with quantized weights multiplied by their scales when they are read.
@@ -268,7 +266,7 @@ class Checkpoint(Arrays):
         """
         from reshard.expressions.quantized.dequantize import dequantize  # not on every start
 
-        return Checkpoint(dequantize(self._record, dtype))
+        return self._changed(dequantize(self._record, dtype))
 
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.
@@ -314,7 +312,7 @@ class Checkpoint(Arrays):
         """Draw which rank holds which block of a tensor, now and in a target strategy.
 
         Raises:
-            KeyError: there is no such tensor.
+            reshard.MissingNameError: there is no such tensor; a `KeyError`.
             reshard.SourceError: it cannot be read.
             reshard.UsageError: the target strategy does not name it.
             reshard.LayoutError: the target strategy does not fit its shape.
@@ -366,6 +364,7 @@ class Checkpoint(Arrays):
         files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
         plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
         refuse_unused(plan, selection)
+        warn(text for text in plan.warnings if text not in self.warnings)
         options = RunOptions(overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client)
         return run_plan(plan, store, options, progress)
 
@@ -373,7 +372,7 @@ class Checkpoint(Arrays):
         """Return a tensor as a lazy dask array, with one chunk per source shard.
 
         Raises:
-            KeyError: there is no such tensor.
+            reshard.MissingNameError: there is no such tensor; a `KeyError`.
             reshard.SourceError: it cannot be read; the reason is in `unreadable`.
         """
         from reshard.view.arrays import tensor_array  # it brings dask
@@ -390,13 +389,10 @@ class Checkpoint(Arrays):
     def __contains__(self, name: object) -> bool:
         return name in self._record.tensors
 
-    def __repr__(self) -> str:
-        return repr(self._record)
-
-    def _repr_html_(self) -> str:
-        from reshard.view.html import html
-
-        return html(self._record)
+    def _changed(self, record: Record) -> Checkpoint:
+        """Return a checkpoint that was made of this one, and warn of what it adds."""
+        warn(text for text in record.warnings if text not in self.warnings)
+        return Checkpoint(record)
 
 
 def record_of(checkpoint: Checkpoint, argument: str = "source") -> Record:
@@ -442,7 +438,7 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
         name: the name of the object, as `reshard inspect` shows it.
 
     Raises:
-        KeyError: there is no such object.
+        reshard.MissingNameError: there is no such object; a `KeyError`.
         reshard.SourceError: it cannot be read, or is damaged.
     """
     from reshard.readers.dcp.objects import read_object as read  # not on every start

@@ -11,13 +11,14 @@ from reshard.core.plan.select import select
 from reshard.errors import Option, Text, UsageError
 from reshard.formats.sets import OTHER_WORDS, TO
 from reshard.layout.arrangement import Arrangement
+from reshard.messages import warn
 from reshard.rules.lora import LoRA
 from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from reshard.api.jobs import Job
     from reshard.core.plan.plan import Plan
@@ -136,12 +137,17 @@ def run_plan(
 
 
 def carried_out(
-    conversion: Job, target: Place, options: RunOptions, progress: Callable[[Progress], None] | bool | None
+    conversion: Job,
+    target: Place,
+    options: RunOptions,
+    progress: Callable[[Progress], None] | bool | None,
+    warned: Collection[str] = (),
 ) -> Report:
-    """Run the plan of a job; warn of other files if the target is a directory."""
+    """Run the plan of a job, and warn of what the source did not; of other files, too, if the target is a directory."""
     plan = conversion.plan
     if conversion.result in {None, conversion.directory}:
         from reshard.run.beside import with_neighbours  # it imports the modules that run a plan
 
         plan = with_neighbours(plan, target, starts_over=options.starts_over)
+    warn(text for text in plan.warnings if text not in warned)
     return run_plan(plan, conversion.directory or target, options, progress)

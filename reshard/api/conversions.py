@@ -140,4 +140,5 @@ def convert(
     )  # fmt: skip
     refuse_unused(conversion.plan, selection, dequantize)
     running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)
-    return carried_out(conversion, path, running, progress)
+    warned = source.warnings if isinstance(source, Checkpoint) else ()
+    return carried_out(conversion, path, running, progress, warned)

@@ -16,8 +16,10 @@ from reshard.core.plan.make import with_memory
 from reshard.core.plan.planfile import read as read_record
 from reshard.core.plan.planfile import save as save_record
 from reshard.errors import UsageError, names
+from reshard.messages import warn
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
+from reshard.storage.places import as_place
 from reshard.strategy.names import ranges_text
 from reshard.targets.kinds import RANKS, TAKEN_BY, check_options, source_word, word_of
 
@@ -141,6 +143,7 @@ def plan(
         )  # fmt: skip
     result = planned(record, options, format, selection or Selection(), threads, files=files)
     refuse_unused(result, selection)
+    warn(text for text in result.warnings if text not in record.warnings)
     return Plan(result)
 
 
@@ -161,7 +164,7 @@ class Plan:
     >>> [name for name in dir(Plan) if name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
     ['dropped', 'explain_memory', 'format', 'graph', 'left_out', 'missing', 'picture', 'rank', 'ranks', 'run', 'save',
-     'stats', 'warnings']
+     'stats', 'to_dataframe', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -264,7 +267,7 @@ class Plan:
         """
         from reshard.run.graph import graph  # it brings dask
 
-        return graph(self._record, str(directory), fsync=fsync, partition=partition)
+        return graph(self._record, str(as_place(directory)), fsync=fsync, partition=partition)
 
     def run(
         self,
@@ -338,6 +341,19 @@ class Plan:
             record = with_memory(record, limit, threads)
         return run_plan(record, directory, options, progress)
 
+    def to_dataframe(self) -> Any:
+        """Return the plan as a `pandas.DataFrame`, a row for each tensor that it writes.
+
+        Columns: `name`, `dtype`, `shape`, `nbytes`, `cut` in words and the number of `blocks`, all of the target;
+        `kind`; `source_name`, `source_dtype` and `source_cut`.
+
+        Raises:
+            reshard.ReshardError: pandas is not installed.
+        """
+        from reshard.view.notebook.frames import plan_frame  # not on every start
+
+        return plan_frame(self._record)
+
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a plan file, which `reshard.read_plan` and `reshard run` read.
 
@@ -347,7 +363,7 @@ class Plan:
             reshard.TargetError: the file exists, or is one of the source's files.
             reshard.UsageError: a plan of this kind cannot be saved.
         """
-        save_record(self._record, path, overwrite=overwrite)
+        save_record(self._record, str(as_place(path)), overwrite=overwrite)
 
     def __repr__(self) -> str:
         return repr(self._record)
@@ -379,4 +395,7 @@ def read_plan(
         reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not encrypted
             and a key is given.
     """
-    return Plan(read_record(path).plan(source, cipher=cipher, target_cipher=target_cipher))
+    source = None if source is None else str(as_place(source))
+    record = read_record(str(as_place(path))).plan(source, cipher=cipher, target_cipher=target_cipher)
+    warn(record.warnings)
+    return Plan(record)

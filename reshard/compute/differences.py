@@ -145,6 +145,18 @@ class CheckpointDiff:
     def __bool__(self) -> bool:
         return self.same
 
+    def to_dataframe(self) -> Any:
+        """Return the differences as a `pandas.DataFrame`, a row for each tensor of both sides, largest first.
+
+        Columns: the attributes of each of `tensors`, and `within`: whether it is within the tolerance.
+
+        Raises:
+            reshard.ReshardError: pandas is not installed.
+        """
+        from reshard.compute.frames import diff_frame  # not on every start
+
+        return diff_frame(self)
+
     def __repr__(self) -> str:
         verdict = f"{len(self.changed)} of {len(self.tensors)} tensors differ"
         return f"<CheckpointDiff of {names([self.a])} and {names([self.b])}: {verdict}>"

@@ -215,6 +215,19 @@ class CheckpointStats:
             for group, names_of_group in members.items()
         }
 
+    def to_dataframe(self) -> Any:
+        """Return the statistics as a `pandas.DataFrame`, a row for each tensor.
+
+        Columns: `name`, `dtype`, `shape`, `kind`, `size` in elements, `min`, `max`, `mean`, `std`, `norm`, `zeros`,
+        `nans`, `infs`.
+
+        Raises:
+            reshard.ReshardError: pandas is not installed.
+        """
+        from reshard.compute.frames import stats_frame  # not on every start
+
+        return stats_frame(self)
+
     def __repr__(self) -> str:
         count, bad = len(self.tensors), len(self.not_finite)
         return f"<CheckpointStats of {names([self.root])}: {count} tensors, {bad} with NaN or Inf>"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from reshard import environment
 from reshard.errors import ReshardError, SourceError, TargetError, names
+from reshard.messages import log
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, workers_at
 from reshard.storage.threads import live_runs, map_ordered, processor_count, uninterrupted
@@ -218,8 +219,10 @@ def _gather(
         client.cancel(futures)
 
     try:
-        with _waking(client):
+        with _waking(client) as note_lost:
             uninterrupted(work, add, cancel)
+            with suppress(Exception):  # the work is done
+                note_lost()
     except BaseException as error:
         with suppress(Exception):  # the cluster may be gone
             client.cancel(futures)
@@ -231,25 +234,36 @@ def _gather(
 
 
 @contextmanager
-def _waking(client: Any) -> Iterator[None]:
+def _waking(client: Any) -> Iterator[Callable[[], None]]:
     """Let the scheduler look at its queue every few seconds, by a task that does nothing.
+
+    Workers that are lost are logged then, and by the function that is yielded.
 
     It looks when a task is done or a worker is added, but not when a worker is lost (distributed 2026.7.1). If that
     takes inputs from all tasks of the others, nothing is executed again and the run would wait forever.
     """
     ended = threading.Event()
+    workers = set(client.nthreads())
+
+    def note_lost() -> None:
+        present = set(client.nthreads())
+        for worker in sorted(workers - present):
+            log().warning("worker %s is lost; its tasks run again on others", worker)
+        workers.intersection_update(present)
+        workers.update(present)
 
     def wake() -> None:
         futures: list[Any] = []
         while not ended.wait(WOKEN_AFTER):
             with suppress(Exception):  # without a scheduler, the thread that waits for results is told
+                note_lost()
                 futures.clear()  # dask queues tasks of a kind of which it knows many
                 futures.append(client.submit(int, key=f"reshard-wake-{uuid.uuid4().hex}"))
 
     thread = threading.Thread(target=wake, name="reshard-wake", daemon=True)
     try:
         thread.start()
-        yield
+        yield note_lost
     finally:
         ended.set()
         thread.join()

@@ -21,6 +21,7 @@ from reshard.core.plan.partition import bytes_left, remaining
 from reshard.core.plan.plan import changes_digest, file_digests
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, bytes_text, names
 from reshard.formats.entries import merged
+from reshard.messages import log
 from reshard.run.beside import remove_older
 from reshard.run.ledger import Ledger, refuse_foreign
 from reshard.run.preflight import (
@@ -157,6 +158,9 @@ class Session:
             self.ledger.release()
             raise
         self.resumed = 0 if self.plan is plan else plan.stats.bytes_written - bytes_left(self.plan)
+        for numbers, done in ((finished, "kept, finished by an earlier run"), (self._spans, "resumed")):
+            for number in numbers:
+                log().info("%s/%s: %s", root, self._paths[number], done)
         self._pending: dict[int, array[int]] = {}
         self._completed: dict[int, State] = {}
         self._flushed = time.monotonic()

@@ -8,7 +8,6 @@ blocks and byte ranges.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +15,7 @@ from reshard.errors import SourceError, Text, UsageError, joined, names, parted
 from reshard.formats.entries import Extent, Replica
 from reshard.layout.axes import factors
 from reshard.source.facts import Extras, Opening
+from reshard.spelling import missing_name
 from reshard.storage.base import Status
 from reshard.storage.cipher import Cipher
 from reshard.strategy.names import matches, matching, no_match
@@ -316,16 +316,13 @@ class Checkpoint:
         """Check that a tensor exists and can be read.
 
         Raises:
-            KeyError: there is no such tensor.
+            MissingNameError: there is no such tensor.
             SourceError: it cannot be read; the reason is in `unreadable`.
         """
-        if not isinstance(name, str):
-            raise KeyError(name)
         if name in self.unreadable:
             raise SourceError(Text(f"tensor {name!r} of {self.root} ", self.unreadable[name]), code="unreadable-tensor")
         if name not in self.tensors:
-            alike = get_close_matches(name, self.tensors, n=3)
-            raise KeyError(f"{name}; did you mean {' or '.join(alike)}?" if alike else name)
+            raise missing_name(name, self.tensors, f"{self.title} has no tensor", choice=f".sel({name!r})")
 
     def __repr__(self) -> str:
         count, files = len(self.tensors), len(self.stored_files)

@@ -41,6 +41,14 @@ class LocalPath(PosixPath):
         """Return the capabilities of the store."""
         return LOCAL
 
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"./{text}" if text.startswith("~") else text  # or `as_place` would take it for a home directory
+
+    def relative_to(self, *directory: str | os.PathLike[str]) -> PurePosixPath:  # type: ignore[override]
+        """Return the path relative to a directory."""
+        return PurePosixPath(self).relative_to(*directory)
+
     def refresh(self) -> None:
         """Do nothing: local listings are not cached."""
 
@@ -226,14 +234,14 @@ def is_url(path: object) -> bool:
 
 
 def as_place(path: AnyName) -> Place:
-    """Return the place that a path or URL names; a `file://` URL is a local path.
+    """Return the place that a path or URL names; a `file://` URL is a local path, and `~` the home directory.
 
     >>> as_place("s3://bucket/run/"), as_place("file:///run")
     (RemotePath(url='s3://bucket/run'), LocalPath('/run'))
     """
     if isinstance(path, (LocalPath, RemotePath)):
         return path
-    text = os.fspath(path)
+    text = os.path.expanduser(os.fspath(path))
     for scheme in _LOCAL_SCHEMES:
         text = text.removeprefix(scheme)
     return RemotePath(text.rstrip("/")) if is_url(text) else LocalPath(text)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NoReturn
 
@@ -149,7 +148,7 @@ def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
             dimensions of a tensor from JSON, which expands such entries, is not known.
         TargetError: the file cannot be written.
     """
-    target = Path(path)
+    target = as_place(path)
     write_whole(target, to_json(strategy) if target.suffix == ".json" else to_protobuf(strategy))
 
 

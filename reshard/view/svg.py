@@ -18,6 +18,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.errors import printable
+from reshard.storage.places import as_place
 from reshard.strategy.names import group_names
 from reshard.view.text import NUMBERS, count_text, shortened
 from reshard.view.words import ranks_words
@@ -212,7 +213,7 @@ class Picture:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the picture to an SVG file, for light and dark themes."""
-        FilePath(path).write_text(self.svg(alone=True), encoding="utf-8")
+        FilePath(str(as_place(path))).write_text(self.svg(alone=True), encoding="utf-8")
 
     def html(self) -> Markup:
         """Return the picture as a part of a page; it scrolls if there is little room."""

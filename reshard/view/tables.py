@@ -20,6 +20,7 @@ from reshard.layout.block import Block
 from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched, unreadable_in
 from reshard.source.facts import Opening
 from reshard.source.reshape import stacked_axes
+from reshard.spelling import missing_name
 from reshard.strategy.names import group_members, group_names, natural, ranges_text
 from reshard.upward import upward
 from reshard.view.text import count_text, files_lines, looked_text, plain, source_lines, table_lines
@@ -76,6 +77,8 @@ class Groups(Mapping[str, Checkpoint]):
         }
 
     def __getitem__(self, group: str) -> Any:
+        if group not in self.members:
+            raise missing_name(group, self.members, f"{self.checkpoint.title} has no group")
         return self.shown_as(self.checkpoint.sel(*self.members[group]))
 
     def __iter__(self) -> Iterator[str]:
@@ -86,6 +89,9 @@ class Groups(Mapping[str, Checkpoint]):
 
     def __contains__(self, group: object) -> bool:
         return group in self.members
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.members)
 
     def __repr__(self) -> str:
         return f"<Groups of {printable(self.checkpoint.title)} by {self.by}: {len(self)}>"

@@ -43,16 +43,16 @@ def public(thing: object) -> set[str]:
 
 def test_checkpoints_and_plans_show_few_names(source: reshard.Checkpoint) -> None:
     assert public(source) - public({}) | {"get", "items", "keys", "values"} == {
-        "assign", "dequantize", "derive", "format", "groups", "merge_lora", "nbytes", "picture", "rank", "ranks",
-        "root", "scale", "sel", "stats", "strategy", "tensors", "to_zarr", "unreadable", "warnings", "get", "items",
-        "keys", "values",
+        "assign", "close", "dequantize", "derive", "format", "groups", "merge_lora", "nbytes", "picture", "rank",
+        "ranks", "root", "scale", "sel", "stats", "strategy", "tensors", "to_dataframe", "to_zarr", "unreadable",
+        "warnings", "get", "items", "keys", "values",
     }  # fmt: skip
     assert public(reshard.plan(source)) == {
         "dropped", "explain_memory", "format", "graph", "left_out", "missing", "picture", "rank", "ranks", "run",
-        "save", "stats", "warnings",
+        "save", "stats", "to_dataframe", "warnings",
     }  # fmt: skip
     assert isinstance(source[next(iter(source))], Array)
-    with pytest.raises(KeyError, match=r"net\.layer1\.weigth.*net\.layer1\.weight"):
+    with pytest.raises(KeyError, match=r"net\.layer1\.weigth.*\n.*net\.layer1\.weight"):
         source["net.layer1.weigth"]
 
 

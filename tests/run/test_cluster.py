@@ -220,11 +220,16 @@ def test_a_failure_on_a_worker_leaves_nothing(
 
 @pytest.mark.parametrize("partition", ["tensor", slow("file")])
 def test_a_worker_is_killed_in_the_middle(
-    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, partition: str
+    made: reshard.Plan,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    partition: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its receipts are gone with it, those of making the files among them; others have written into these since."""
     with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
         lost: list[str] = []
+        victims: list[str] = []
 
         def kill(event: Any) -> None:
             if lost or event.written < event.total // 3:
@@ -236,6 +241,7 @@ def test_a_worker_is_killed_in_the_middle(
             victim = creating[0] if creating else max(held, key=lambda worker: len(held[worker]))
             name = client.scheduler_info(n_workers=-1)["workers"][victim]["name"]
             lost.extend(held[victim])
+            victims.append(victim)
             one.workers[int(name.removeprefix("worker-"))].kill()
 
         with pytest.MonkeyPatch.context() as patch:
@@ -243,6 +249,8 @@ def test_a_worker_is_killed_in_the_middle(
             report = made.run(tmp_path / "out", client=client, progress=kill, partition=partition)
         assert len(client.scheduler_info(n_workers=-1)["workers"]) <= 1  # one that answers late is dropped for a while
     assert any(("-create-" if partition == "tensor" else "-files-") in key for key in lost)
+    logged = [record for record in caplog.records if record.name == "reshard" and record.levelname == "WARNING"]
+    assert [victim for victim in victims if any(victim in record.getMessage() for record in logged)]
     assert tree(tmp_path / "out") == expected
     assert report.bytes_written == made.stats.bytes_written
     assert len({receipt.task for receipt in report.receipts}) == len(report.receipts)

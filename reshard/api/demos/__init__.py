@@ -104,7 +104,7 @@ def demo(name: str = "mindspore", directory: str | os.PathLike[str] | None = Non
             f"there is no demo {name!r}", code="unknown-demo", hint=f"the demos are {', '.join(_DEMOS)}"
         )  # fmt: skip
     write, note = _DEMOS[name]
-    folder = Path(f"reshard-demo-{name}" if directory is None else directory)
+    folder = Path(f"reshard-demo-{name}" if directory is None else directory).expanduser()
     try:
         _empty(folder)
         (folder / MARK).write_text(_NOTE + note, encoding="utf-8")

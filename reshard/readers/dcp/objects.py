@@ -22,6 +22,7 @@ from reshard.readers.torch_save.archive import Damaged, checked_records
 from reshard.readers.torch_save.megatron_args import known
 from reshard.readers.torch_save.tensors import PickleBytes, rebuilt
 from reshard.source.checkpoint import TensorSpec
+from reshard.spelling import missing_name
 from reshard.storage.places import any_store, in_batches
 from reshard.storage.small import parse_json
 
@@ -82,12 +83,12 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
         name: a name of `Checkpoint.objects` or `Checkpoint.beside`.
 
     Raises:
-        KeyError: there is no such object.
+        MissingNameError: there is no such object.
         SourceError: it cannot be read, or is damaged.
     """
     objects = {**checkpoint.extras.beside, **checkpoint.extras.objects}
     if name not in objects:
-        raise KeyError(name)
+        raise missing_name(name, objects, f"{checkpoint.root} has no object")
     try:
         ((_, content),) = contents({name: objects[name]})
         return _value(name, objects[name], content, _Plain(_MOST_VALUES))

@@ -24,6 +24,7 @@ from socket import SHUT_RDWR
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from reshard.errors import ReshardError, SourceError
+from reshard.messages import log
 from reshard.storage.threads import interrupted, live_runs
 from reshard.storage.urls.failures import StalledError, failed, passes, stall_seconds, translating
 
@@ -179,6 +180,7 @@ class StoreRequest(Generic[T]):
             if error is not None and passes(error):
                 self._tries += 1
                 if self._tries < TRIES and self._pause():
+                    log().warning("%s: tried again (%d of %d): %r", self._url, self._tries + 1, TRIES, error)
                     continue
                 if turn != self._turn:
                     return  # the store did not fail
@@ -236,6 +238,7 @@ class StoreRequest(Generic[T]):
         self._began = float("inf")
         if self._tries < TRIES and self._pause():
             if self._answers.empty():  # otherwise it succeeded in the meantime
+                log().warning("%s: tried again (%d of %d): no answer", self._url, self._tries + 1, TRIES)
                 self._job(self._turn)
         else:
             self._responses.failed = time.monotonic()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from os.path import relpath
 from textwrap import wrap
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from reshard.errors import bytes_text, printable
 from reshard.storage.places import is_url
@@ -54,6 +54,16 @@ class Runs(Checkpoints):
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def to_dataframe(self) -> Any:
+        """Return the checkpoints as a `pandas.DataFrame`, a row for each, with the time of its last change.
+
+        Raises:
+            reshard.ReshardError: pandas is not installed.
+        """
+        from reshard.view.notebook.frames import runs_frame  # not on every start
+
+        return runs_frame(self)
 
     def __repr__(self) -> str:
         return runs_text(self)

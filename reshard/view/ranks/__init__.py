@@ -11,6 +11,7 @@ from reshard.errors import UsageError, bytes_text, names, printable
 from reshard.expressions.assigned import assigned
 from reshard.layout.block import Block, shape_text
 from reshard.source.holdings import with_all_stages
+from reshard.spelling import missing_name
 from reshard.strategy.names import ranks_text
 from reshard.view.arrays import flat_array, guard, stored_array, sub_array, text_array
 from reshard.view.svg import heading, page, section
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from reshard.core.plan.plan import RankBlock
     from reshard.dtypes import DType
+    from reshard.errors import MissingNameError
     from reshard.formats.entries import Extent, Replica
     from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
@@ -47,6 +49,12 @@ class _Table(Arrays):
 
     def _title(self) -> str:
         return f"{type(self).__name__} of {names([self.checkpoint.title])}"
+
+    def _missing(self, name: object) -> MissingNameError:
+        return missing_name(name, self, f"{self._title()} has no tensor")
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
 
     def __repr__(self) -> str:
         return f"<{self._title()}: {count_text(len(self), 'tensor')}>"
@@ -92,6 +100,8 @@ class RankArrays(_Table):
     def __getitem__(self, name: str) -> Array:
         if name in self.texts:
             return text_array(name, self.texts[name])
+        if name not in self.blocks:
+            raise self._missing(name)
         block = self.blocks[name]
         array = sub_array(self.checkpoint, block.source_name, block.block, replica=block.source_file)
         same = block.dtype == self.checkpoint.tensors[block.source_name].spec.dtype
@@ -130,6 +140,8 @@ class StoredArrays(_Table):
     blocks: Mapping[str, tuple[tuple[Block, Extent], ...]]
 
     def __getitem__(self, name: str) -> Array:
+        if name not in self.blocks:
+            raise self._missing(name)
         located = self.blocks[name]
         tensor = self.checkpoint.tensors[name]
         if tensor.text is not None:

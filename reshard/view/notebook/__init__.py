@@ -1,0 +1,1 @@
+"""What notebooks ask of results: completions, data frames, tables to search, and `with`."""

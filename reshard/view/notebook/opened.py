@@ -1,0 +1,69 @@
+"""The habits of Python and notebooks, for `reshard.Checkpoint`: `with`, completions of names, how it shows itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from reshard.storage.local import local_store
+from reshard.storage.places import is_url
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from dask.array import Array
+
+    from reshard.source.checkpoint import Checkpoint as Record
+
+    Arrays = Mapping[str, Array]
+else:
+    Arrays = Mapping
+
+
+class OpenedArrays(Arrays):
+    """The part of `reshard.Checkpoint` that any opened file of Python has."""
+
+    __slots__ = ()
+    _record: Record
+
+    def close(self) -> None:
+        """Close the local files that reads left open; later reads open them again.
+
+        `with reshard.open(...) as source:` does it at the end. Nothing else is held: headers stay in memory, and
+        connections to object stores are shared by all of the process.
+        """
+        for file in self._record.files:
+            if not is_url(file.path):
+                local_store().forget(file.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        self.close()
+
+    def to_dataframe(self) -> Any:
+        """Return the tensors as a `pandas.DataFrame`, a row for each; nothing is read.
+
+        Columns: `name`; `dtype`; `shape`, a tuple; `nbytes` of the whole tensor; `kind`, as in `groups("kind")`; `cut`,
+        in words; `blocks`, the number of blocks in the files.
+
+        Raises:
+            reshard.ReshardError: pandas is not installed.
+        """
+        from reshard.view.notebook.frames import checkpoint_frame  # not on every start
+
+        return checkpoint_frame(self._record)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._record.tensors)
+
+    def __repr__(self) -> str:
+        return repr(self._record)
+
+    def _repr_html_(self) -> str:
+        from reshard.view.html import html
+
+        return html(self._record)
