@@ -322,7 +322,7 @@ class Checkpoint:
         if name in self.unreadable:
             raise SourceError(Text(f"tensor {name!r} of {self.root} ", self.unreadable[name]), code="unreadable-tensor")
         if name not in self.tensors:
-            raise missing_name(name, self.tensors, f"{self.title} has no tensor", choice=f".sel({name!r})")
+            raise missing_name(name, self.tensors, "the checkpoint has no tensor", choice=f".sel({name!r})")
 
     def __repr__(self) -> str:
         count, files = len(self.tensors), len(self.stored_files)

@@ -38,7 +38,7 @@ from reshard.view.svg import (
     wrapped,
 )
 from reshard.view.text import count_text
-from reshard.view.words import blocks_of, cut_words, is_computed, placements_of
+from reshard.view.words import blocks_of, caption_words, cut_words, is_computed, placements_of
 
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
@@ -64,7 +64,7 @@ class DrawnSide:
         shape: the shape of the whole tensor.
         blocks: distinct blocks.
         ranks: for each block, the ranks that hold it; empty if no file has it.
-        rule: the layout in the notation of strategy files, if there is one.
+        rule: the layout in words, if there is one.
         computed: the blocks are in no file, but computed when they are read.
     """
 
@@ -94,9 +94,10 @@ def layout_picture(layout: Layout, shape: Shape | None = None, target: Layout | 
         shape = least_shape(list(layouts.values()))
     grids = {title: each.grid(tuple(shape)) for title, each in layouts.items()}
     sides = [
-        DrawnSide(title, grid.shape, grid.blocks, grid.ranks, str(layouts[title])) for title, grid in grids.items()
+        DrawnSide(title, grid.shape, grid.blocks, grid.ranks, caption_words(layouts[title]))
+        for title, grid in grids.items()
     ]
-    return draw(sides, f"{shape_text(shape)} under {' and '.join(map(str, layouts.values()))}")
+    return draw(sides, f"{shape_text(shape)} cut as {' and as '.join(map(caption_words, layouts.values()))}")
 
 
 def strategy_picture(
@@ -128,7 +129,7 @@ def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | Non
     """
     tensor = checkpoint.tensors[name]
     places = placements_of(checkpoint, tensor)
-    rule = str(places[0].layout) if places else ""
+    rule = caption_words(places[0].layout) if places else ""
     title = "" if target is None else "source"
     computed = is_computed(checkpoint, tensor)
     rule = cut_words(checkpoint, tensor) if computed else rule
@@ -156,7 +157,9 @@ def _strategy_sides(strategy: Strategy, name: str, shape: Shape, title: str) -> 
         grid = strategy.grid(name, shape, stage=placed.stage)
         stage = f"stage {placed.stage}" if len(strategy.stages) > 1 else ""
         sides.append(
-            DrawnSide(" · ".join(filter(None, [title, stage])), shape, grid.blocks, grid.ranks, str(placed.layout))
+            DrawnSide(
+                " · ".join(filter(None, [title, stage])), shape, grid.blocks, grid.ranks, caption_words(placed.layout)
+            )
         )
     return sides
 

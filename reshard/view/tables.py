@@ -78,7 +78,7 @@ class Groups(Mapping[str, Checkpoint]):
 
     def __getitem__(self, group: str) -> Any:
         if group not in self.members:
-            raise missing_name(group, self.members, f"{self.checkpoint.title} has no group")
+            raise missing_name(group, self.members, f"by {self.by} there is no group")
         return self.shown_as(self.checkpoint.sel(*self.members[group]))
 
     def __iter__(self) -> Iterator[str]:

@@ -77,6 +77,18 @@ def layout_words(layout: Layout) -> str:
     return f"{', '.join(parts) or 'whole'}{_copies(layout.devices // prod(ways))}"
 
 
+def caption_words(layout: Layout) -> str:
+    """Describe a layout above a picture: how it cuts a tensor, and the mesh of its ranks.
+
+    >>> from reshard.layout.layout import Layout
+    >>> caption_words(Layout.of([2, 2, 2], [-1, 1])), caption_words(Layout.of([4], [0, -1]))
+    ('columns / 2 × 4 copies; 8 ranks as a mesh of 2 × 2 × 2', 'rows / 4')
+    """
+    axes = [extent for extent in layout.dev_matrix if extent > 1]
+    mesh = f"; {layout.devices} ranks as a mesh of {' × '.join(map(str, axes))}" if len(axes) > 1 else ""
+    return f"{layout_words(layout)}{mesh}"
+
+
 def placement_words(layout: Layout) -> str:
     """Write a layout as PyTorch does: a placement for each axis of the device mesh.
 

@@ -16,8 +16,8 @@ from commands import call
 from refusals import refused
 from safetensors.numpy import save_file
 from scripted import Answer, ScriptedServer
-from stopped_runs import TARGET, small_tasks, source, stopped
 from stopped_runs import SOURCE as STRATEGY
+from stopped_runs import TARGET, small_tasks, source, stopped
 
 import reshard
 from reshard.errors import MissingNameError, ReshardError
@@ -77,10 +77,12 @@ def test_results_are_data_frames(source: reshard.Checkpoint, whole: Path, tmp_pa
     assert set(frame["kind"]) == {"weights"}
     assert frame["cut"].nunique() == 3
 
-    plan = reshard.plan(source, TARGET, cast={"w": "float64"}, name_map={"c": "d"}).to_dataframe().set_index("name")
+    casts = {str(source["w"].dtype): "float64"}
+    plan = reshard.plan(source, format="hf", cast=casts, name_map={"c": "d"}).to_dataframe().set_index("name")
     assert plan.loc["w", ["dtype", "source_dtype"]].tolist() == ["float64", str(source["w"].dtype)]
     assert plan.loc["w", "nbytes"] == 48 * 16 * 8
-    assert plan.loc["d", ["source_name", "blocks"]].tolist() == ["c", 2]
+    assert plan.loc["d", ["source_name", "blocks"]].tolist() == ["c", 1]
+    assert list(reshard.plan(source, TARGET).to_dataframe()["blocks"]) == [2, 2, 2]
 
     stats = reshard.open(whole).stats().to_dataframe().set_index("name")
     assert stats.loc["layers.0.w", "mean"] == VALUES["layers.0.w"].mean()

@@ -552,8 +552,18 @@ def test_bands_of_one_tensor(plan: Plan) -> None:
     assert drawn.written == {(band, band): 4 * 32 * 4 for band in range(4)}
 
 
+def test_a_caption_is_in_words(source: reshard.Checkpoint, target: Strategy) -> None:
+    name = "net.layer1.weight"
+    layout = Layout.of([2, 2, 2], [-1, 1])
+    pictures = [source.picture(name), source.picture(name, target), target.picture(name), layout.picture()]
+    for shown in pictures:
+        text = " ".join(texts(parsed(shown)))
+        assert "map [" not in text + repr(shown)
+    assert "2 × 2 × 2" in " ".join(texts(parsed(source.picture(name))))
+
+
 def test_unknown_tensors_are_reported(source: reshard.Checkpoint, target: Strategy, plan: reshard.Plan) -> None:
-    with pytest.raises(KeyError, match=r"net\.layer1\.weigth.*net\.layer1\.weight"):
+    with refused(reshard.MissingNameError, "no-such-tensor", "net.layer1.weigth", "net.layer1.weight"):
         source.picture("net.layer1.weigth")
     with refused(reshard.ReshardError, "not-in-strategy", "nt.layer1.bias", "net.layer1.bias"):
         target.picture("nt.layer1.bias")

@@ -250,7 +250,7 @@ def _other_ranks(plan: Plan, target: Place) -> list[str]:
         str(path.relative_to(target))  # type: ignore[arg-type]  # of one kind
         for rank, paths in every_file(target, pattern).items()
         for path in paths
-        if rank not in ranks and str(target.absolute() / path.relative_to(target).as_posix()) not in read  # type: ignore[arg-type]  # of one kind
+        if rank not in ranks and f"{target.absolute()}/{path.relative_to(target)}" not in read  # type: ignore[arg-type]  # of one kind
         if not of_plan.isdisjoint(families_of(path, rank))
     ]
 
