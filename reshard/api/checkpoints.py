@@ -97,8 +97,9 @@ class Checkpoint(OpenedArrays):
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['assign', 'close', 'dequantize', 'derive', 'format', 'groups', 'merge_lora', 'nbytes', 'picture', 'rank', 'ranks',
-     'root', 'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_dataframe', 'to_zarr', 'unreadable', 'warnings']
+    ['assign', 'close', 'dequantize', 'derive', 'format', 'groups', 'hist', 'merge_lora', 'nbytes', 'picture', 'rank',
+     'ranks', 'root', 'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_dataframe', 'to_zarr', 'unreadable',
+     'warnings']
     """
 
     __slots__ = ("_record",)

@@ -168,7 +168,7 @@ class Meter:
             return np.flatnonzero(~np.isfinite(self._table)[codes])
         with np.errstate(all="ignore"):
             parts = [
-                np.flatnonzero(~np.isfinite(self._values(codes[begin : begin + CHUNK]))) + begin
+                np.flatnonzero(~np.isfinite(self.values(codes[begin : begin + CHUNK]))) + begin
                 for begin in range(0, len(codes), CHUNK)
             ]
         return np.concatenate(parts)
@@ -177,12 +177,12 @@ class Meter:
         """Return the first 13 bits of elements as float32: sign, exponent and 4 bits of the fraction."""
         if self._infinity == 0x7F80:
             return codes >> 3
-        values = self._table[codes] if self._carrier.itemsize == 1 else self._values(codes)
+        values = self._table[codes] if self._carrier.itemsize == 1 else self.values(codes)
         with np.errstate(all="ignore"):
             narrow: Array = values.astype(np.float32).view(np.uint32) >> 19
         return narrow
 
-    def _values(self, codes: Array) -> Array:
+    def values(self, codes: Array) -> Array:
         """Return elements as float64."""
         values = codes.view(self._dtype)
         wide: Array = (np.abs(values) if self._dtype.kind == "c" else values).astype(np.float64)

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,9 @@ from reshard.core.plan.budget import values_budget
 from reshard.core.plan.select import kinds
 from reshard.core.verify.sums import progress_callback, thread_count
 from reshard.errors import UsageError, names
+from reshard.layout.block import shape_text
 from reshard.run.executor import map_tasks
+from reshard.spelling import missing_name
 from reshard.storage.cipher import store_of
 from reshard.strategy.names import group_members
 from reshard.upward import upward
@@ -40,6 +43,7 @@ GROUPINGS = ("name", "prefix", "dtype", "kind", "tensor")
 """The properties by which tensors are grouped; `tensor` is each by itself."""
 
 _SAMPLED = 1 << 16  # the histogram of a tensor with at most this number of elements counts all of them
+_EXACT = 1024  # the most elements of a tensor whose values are kept, for exact quartiles and histograms
 _STEP = 61  # a larger tensor is sampled: each 61st element of a box; row lengths are rarely multiples of this prime
 
 
@@ -60,7 +64,7 @@ class NotFinite:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ValueStats:
     """Statistics of the values of a tensor, or of a group of tensors.
 
@@ -74,6 +78,7 @@ class ValueStats:
         moments: the statistics.
         sample: how often each pattern of the first 13 bits occurs among sampled values as float32.
         first: the first NaN or infinity; None without one, and for a group.
+        values: all finite values of a tensor of at most 1,024 elements, as float64, ascending; None for others.
     """
 
     name: str
@@ -83,6 +88,7 @@ class ValueStats:
     moments: Moments
     sample: Mapping[int, int] = field(repr=False)
     first: NotFinite | None = None
+    values: Array | None = field(default=None, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -129,11 +135,22 @@ class ValueStats:
         """Return the number of infinities."""
         return self.moments.infs
 
+    @property
+    def quartiles(self) -> tuple[float, float, float] | None:
+        """Return the quartiles, the median between them; None for a tensor of more than 1,024 elements, or a group."""
+        if self.values is None or not len(self.values):
+            return None
+        low, median, high = (float(value) for value in np.quantile(self.values, (0.25, 0.5, 0.75)))
+        return low, median, high
+
     def histogram(self, bins: int = 24) -> tuple[Array, Array]:
         """Count finite values in bins of equal width; return counts and edges, as `numpy.histogram`.
 
-        A tensor of more than 65,536 elements is sampled. Values are rounded to 5 significant bits.
+        Counts are exact for a tensor of at most 1,024 elements; those of others are of values that are rounded to 5
+        significant bits, and a tensor of more than 65,536 elements is sampled. `Checkpoint.hist` counts all of any.
         """
+        if self.values is not None and len(self.values):
+            return np.histogram(self.values, bins)
         least, most = float(self.moments.least), float(self.moments.most)
         if not self.moments.finite:
             return np.zeros(bins), np.linspace(0, 1, bins + 1)
@@ -151,6 +168,30 @@ class ValueStats:
         high = np.maximum(high, np.nextafter(low, np.inf))
         overlap = (np.minimum(high[:, None], edges[1:]) - np.maximum(low[:, None], edges[:-1])).clip(0)
         return counts[is_finite] @ (overlap / overlap.sum(axis=1, keepdims=True)), edges
+
+    def __repr__(self) -> str:
+        numbers = {title: getattr(self, title) for title in ("min", "max", "mean", "std", "norm", "zeros")}
+        counts = {"NaN": self.nans, "Inf": self.infs}
+        numbers |= {title: count for title, count in counts.items() if count}
+        if self.quartiles:
+            numbers |= dict(zip(("25 %", "median", "75 %"), self.quartiles, strict=True))
+        shape = f"{self.tensors} tensors" if self.shape is None else shape_text(self.shape)
+        words = ", ".join(f"{title} {number_text(number)}" for title, number in numbers.items() if number is not None)
+        return f"<{names([self.name])} {self.dtype} {shape}: {words}>"
+
+    def _repr_html_(self) -> str:
+        return str(upward("html")(self))
+
+
+def number_text(value: float | None) -> str:
+    """Write a number with four digits, or whole if it is whole.
+
+    >>> number_text(3), number_text(0.000123456), number_text(None), number_text(-0.0)
+    ('3', '0.0001235', '', '0')
+    """
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value + 0.0:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +217,19 @@ class CheckpointStats:
     seconds: float = 0.0
     by_ranks: bool = False
     warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> ValueStats:
+        """Return the statistics of a tensor.
+
+        Raises:
+            reshard.MissingNameError: there are none of this name.
+        """
+        if name not in self.tensors:
+            raise missing_name(name, self.tensors, "there are no statistics of a tensor")
+        return self.tensors[name]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.tensors)
 
     @property
     def total(self) -> ValueStats:
@@ -258,6 +312,7 @@ class _Measured(NamedTuple):
         counts: how often each occurs.
         first: the row-major index in the whole tensor of the first NaN or infinity, and its file; None if none.
         nbytes: number of bytes read.
+        values: the elements of a small tensor, as float64.
     """
 
     span: TensorPart
@@ -266,6 +321,7 @@ class _Measured(NamedTuple):
     counts: Array
     first: tuple[int, int] | None
     nbytes: int
+    values: Array | None
 
 
 def measure(boxes: FileBoxes, spans: Sequence[TensorPart]) -> list[_Measured]:
@@ -300,7 +356,9 @@ class _Measuring:
         self._sample = np.zeros(1 << 13, np.int64)
         self._first: tuple[int, int] | None = None
         self._nbytes = 0
-        self._step = _STEP if tensor.spec.nbytes // tensor.spec.dtype.itemsize > _SAMPLED else 1
+        size = prod(tensor.spec.shape)
+        self._step = _STEP if size > _SAMPLED else 1
+        self._values: list[Array] | None = [] if size <= _EXACT else None
 
     def add(self, box: FileBox) -> None:
         """Measure a box."""
@@ -308,6 +366,8 @@ class _Measuring:
         self._moments = self._moments.joined(moments)
         self._nbytes += box.codes.nbytes
         self._sample += np.bincount(self._meter.sample_codes(box.codes[:: self._step]), minlength=1 << 13)
+        if self._values is not None:
+            self._values.append(self._meter.values(box.codes))
         if moments.nans or moments.infs:
             positions = self._meter.bad_positions(box.codes)
             index = box.first_index(positions, self._tensor.spec.shape, self._tensor.space)
@@ -316,7 +376,8 @@ class _Measuring:
     def result(self) -> _Measured:
         """Return the statistics of the span."""
         codes = np.flatnonzero(self._sample).astype(np.uint16)
-        return _Measured(self._span, self._moments, codes, self._sample[codes], self._first, self._nbytes)
+        values = None if self._values is None else np.concatenate(self._values)
+        return _Measured(self._span, self._moments, codes, self._sample[codes], self._first, self._nbytes, values)
 
 
 def stats(
@@ -375,11 +436,14 @@ def _of_tensor(checkpoint: Checkpoint, tensor: Tensor, results: Sequence[_Measur
         sample[result.codes] += result.counts
     codes = np.flatnonzero(sample)
     moments = reduce(Moments.joined, (result.moments for result in results), Moments())
+    parts = [result.values for result in results if result.values is not None]
+    values = np.sort(np.concatenate(parts)) if parts else None
     first = min((result.first for result in results if result.first is not None), default=None)
     return ValueStats(
         name, 1, dtype.name, shape, moments,
         dict(zip(codes.tolist(), sample[codes].tolist(), strict=True)),
         None if first is None else _not_finite(checkpoint, tensor, *first),
+        None if values is None else values[np.isfinite(values)],
     )  # fmt: skip
 
 

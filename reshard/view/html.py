@@ -15,7 +15,7 @@ from reshard.strategy.names import group_members
 from reshard.view import words
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture
 from reshard.view.computed.diff_view import diff_html
-from reshard.view.computed.stats_view import stats_html
+from reshard.view.computed.stats_view import stats_html, values_html
 from reshard.view.cuts.fused import fusion_html
 from reshard.view.cuts.strategy_view import strategy_diff_html, strategy_html
 from reshard.view.cuts.tensor_tree import MOST_ROWS, dtypes_bar, tree
@@ -302,6 +302,7 @@ _HTML: dict[str, Callable[[Any], str]] = {
     "Plan": plan_html,
     "Report": report_html,
     "Strategy": strategy_html,
+    "ValueStats": values_html,
     "Verification": verification_html,
 }
 _PICTURES: dict[str, Callable[..., Picture]] = {

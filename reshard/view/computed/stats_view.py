@@ -5,9 +5,11 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from reshard.compute.stats import number_text
 from reshard.errors import bytes_text, printable
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_names
+from reshard.view.notebook.hist import drawn, outline
 from reshard.view.svg import (
     Markup,
     Picture,
@@ -17,7 +19,6 @@ from reshard.view.svg import (
     page,
     section,
     table,
-    tag,
     tiles,
     warnings_listed,
 )
@@ -31,17 +32,6 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 8
 _MOST_ROWS = 240
 _WIDTH, _HEIGHT = 120.0, 24.0
-
-
-def number_text(value: float | None) -> str:
-    """Write a number with four digits, or whole if it is whole.
-
-    >>> number_text(3), number_text(0.000123456), number_text(None), number_text(-0.0)
-    ('3', '0.0001235', '', '0')
-    """
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, int) else f"{value + 0.0:.4g}"
 
 
 def stats_text(stats: CheckpointStats, *, by: str = "name", width: int | None = None) -> str:
@@ -204,6 +194,28 @@ def stats_html(stats: CheckpointStats) -> str:
     return page(*parts, *warnings_listed(stats.warnings))
 
 
+def values_html(values: ValueStats) -> str:
+    """Show the statistics of one tensor, or of a group, with a histogram."""
+    about = values.dtype, shape_text(values.shape) if values.shape is not None else f"{values.tensors:,} tensors"
+    total = values.moments
+    numbers = [(title, number_text(getattr(values, title)), "") for title in ("mean", "std", "norm")]
+    quartiles = ", ".join(map(number_text, values.quartiles)) if values.quartiles else ""
+    parts = [
+        heading("Statistics", values.name, *about),
+        tiles(
+            ("elements", f"{values.size:,}", f"{values.zeros:,} zero"),
+            ("range", f"{number_text(values.min)} to {number_text(values.max)}" if total.finite else "none", "finite"),
+            *numbers,
+            ("NaN or Inf", f"{values.nans + values.infs:,}", _counted(values) if values.nans + values.infs else ""),
+        ),
+    ]
+    if total.finite:
+        exact = f"quartiles {quartiles}" if quartiles else "of a sample of the elements; Checkpoint.hist counts all"
+        drawing, height = drawn(*values.histogram(64), exact)
+        parts.append(Picture(values.name, 562, height, drawing).html())
+    return page(*parts)
+
+
 def _not_finite_row(stats: CheckpointStats, name: str, first: NotFinite) -> Sequence[str]:
     rank = f"{first.rank}" if stats.by_ranks else ""
     return name, shape_text(first.index), first.value, _counted(stats.tensors[name]), rank, first.path
@@ -214,17 +226,6 @@ def histogram(values: ValueStats) -> Markup:
     if not values.moments.finite:
         return Markup("")
     counts, edges = values.histogram()
-    step, most = _WIDTH / len(counts), float(counts.max()) or 1.0
-    base = _HEIGHT - 1
-    steps = "".join(
-        f"V{base - (base - 1) * float(count) / most:.1f}H{(number + 1) * step:.1f}"
-        for number, count in enumerate(counts)
-    )
-    shape = tag("path", d=Markup(f"M0 {base:.1f}{steps}V{base:.1f}Z"), fill="#77aadd", stroke="none")
-    line = tag("path", d=Markup(f"M0 {base:.1f}H{_WIDTH:.1f}"), stroke="currentColor", stroke_opacity=0.4)
-    drawn = [shape, line]
-    if edges[0] < 0 < edges[-1]:
-        zero = _WIDTH * float(-edges[0] / (edges[-1] - edges[0]))
-        drawn.append(tag("path", d=Markup(f"M{zero:.1f} 1V{base:.1f}"), stroke="currentColor", stroke_opacity=0.4))
+    drawing = outline(counts, edges, _WIDTH, _HEIGHT - 1)
     title = f"{number_text(values.min)} to {number_text(values.max)}"
-    return Picture(title, _WIDTH, _HEIGHT, Markup("".join(drawn))).svg()
+    return Picture(title, _WIDTH, _HEIGHT, drawing).svg()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dask.array import Array
 
     from reshard.source.checkpoint import Checkpoint as Record
+    from reshard.view.notebook.hist import HistogramPicture
 
     Arrays = Mapping[str, Array]
 else:
@@ -43,6 +44,25 @@ class OpenedArrays(Arrays):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
     ) -> None:
         self.close()
+
+    def hist(self, name: str, bins: int = 64) -> HistogramPicture:
+        """Read a tensor, and draw its histogram: a picture in a notebook, bars of characters in a terminal.
+
+        The result has `counts` and `edges`, as `numpy.histogram` returns them for the finite elements, and of complex
+        numbers for the magnitudes. The tensor is read twice, in pieces of a few megabytes.
+
+        Args:
+            name: the tensor.
+            bins: the number of bins, of equal width.
+
+        Raises:
+            reshard.MissingNameError: there is no such tensor.
+            reshard.SourceError: it cannot be read.
+            reshard.UsageError: `bins` is not a number from 1 on.
+        """
+        from reshard.view.notebook.hist import histogram_picture  # it brings numpy
+
+        return histogram_picture(self._record, name, bins)
 
     def to_dataframe(self) -> Any:
         """Return the tensors as a `pandas.DataFrame`, a row for each; nothing is read.

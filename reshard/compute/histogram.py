@@ -1,0 +1,74 @@
+"""The histogram of one tensor: exact counts, computed out of core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reshard.compute.boxes import FileBoxes
+from reshard.compute.moments import CHUNK, Meter
+from reshard.compute.stats import ValueStats, stats
+from reshard.core.verify.sums import thread_count
+from reshard.errors import SourceError, UsageError
+from reshard.run.executor import map_tasks
+from reshard.storage.cipher import store_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.compute.boxes import TensorPart
+    from reshard.source.checkpoint import Checkpoint
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Histogram(NamedTuple):
+    """The numbers of finite elements of a tensor in bins of equal width.
+
+    Attributes:
+        stats: the statistics of the tensor.
+        counts: the number of elements in each bin.
+        edges: the edges of the bins, one more than there are bins.
+    """
+
+    stats: ValueStats
+    counts: Array
+    edges: Array
+
+
+def histogram(checkpoint: Checkpoint, name: str, bins: int) -> Histogram:
+    """Read a tensor twice, and return its histogram; see `reshard.Checkpoint.hist`."""
+    if not isinstance(bins, int) or bins < 1:
+        raise UsageError(f"bins is {bins!r:.60}; expected a whole number from 1 on", code="bad-value")
+    checkpoint.require(name)
+    result = stats(checkpoint.sel(name))
+    if name in result.not_computed:
+        raise SourceError(f"tensor {name!r} {result.not_computed[name]}", code="unreadable-tensor")
+    values = result.tensors[name]
+    ends = (float(values.min), float(values.max)) if values.min is not None and values.max is not None else (0.0, 1.0)
+    counts, edges = np.histogram(np.empty(0), bins, ends)
+    boxes = FileBoxes.of(checkpoint, [name])
+
+    def add(part: Array) -> None:
+        nonlocal counts
+        counts = counts + part
+
+    try:
+        map_tasks(_counted, (boxes, bins, ends), boxes.spans(), threads=thread_count(None), on_result=add)
+    finally:
+        store_of(checkpoint.coding).close()
+    return Histogram(values, counts, edges)
+
+
+def _counted(shared: tuple[FileBoxes, int, tuple[float, float]], spans: Sequence[TensorPart]) -> Array:
+    """Count the elements of one task in bins."""
+    boxes, bins, ends = shared
+    meter = Meter(boxes.tensors[0].spec.dtype)
+    counts = np.zeros(bins, np.int64)
+    for _, box in boxes.read(spans):
+        for begin in range(0, len(box.codes), CHUNK):
+            with np.errstate(all="ignore"):
+                values = meter.values(box.codes[begin : begin + CHUNK])
+                counts += np.histogram(values[np.isfinite(values)], bins, ends)[0]
+    return counts
