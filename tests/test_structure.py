@@ -27,7 +27,7 @@ ROOT = {"__init__", "__main__", "dtypes", "environment", "errors", "messages", "
 
 MOST_ROOMS = 10  # of a shelf
 
-DASK_USERS = {"api.writing", "run.executor", "run.graph", "run.run", "view.arrays"}
+DASK_USERS = {"api.writing", "run.executor", "run.graph", "run.layers", "run.run", "view.arrays"}
 
 
 def module_name(path: Path) -> str:

@@ -253,21 +253,33 @@ class Plan:
             )  # fmt: skip
         return picture(self._record, name)
 
-    def graph(self, directory: AnyName, *, fsync: bool = True, partition: str | None = None) -> Graph:
+    def graph(
+        self, directory: AnyName, *, fsync: bool = True, overwrite: bool = False, partition: str | None = None
+    ) -> Graph:
         """Return the dask graph that writes the target files.
 
-        Its `compute()` writes them and returns a `Report`.
+        It is a dask collection: `compute()` writes the files and returns a `Report`; `dask.compute` computes it with
+        other collections, `client.compute` on a cluster. It has a layer for each stage, and takes the annotations of
+        `dask.annotate`.
 
-        `run` does more: it refuses to overwrite, resumes, cleans up after a failure and reports progress.
+        Existing files are looked for when the graph is made, not again when it is computed. `run` does more: it
+        resumes a stopped run, removes unfinished files after a failure, keeps a ledger and checksums, checks that the
+        workers see the same files, and reports progress.
 
         Args:
             directory: where the target files go; a local path, or a URL.
             fsync: as for `run`.
+            overwrite: replace target files that exist, those of earlier runs of this plan, too; without it they are
+                refused. No other file is removed.
             partition: as for `run`.
+
+        Raises:
+            reshard.TargetError: a target file exists, is one of the sources, or is being written by a run.
+            reshard.ChangedError: a source file changed since it was opened.
         """
         from reshard.run.graph import graph  # it brings dask
 
-        return graph(self._record, str(as_place(directory)), fsync=fsync, partition=partition)
+        return graph(self._record, str(as_place(directory)), fsync=fsync, overwrite=overwrite, partition=partition)
 
     def run(
         self,

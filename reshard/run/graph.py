@@ -15,10 +15,8 @@ workers. At URLs a task names its files: if it is repeated, the new file replace
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
-from collections import Counter
 from copy import copy
 from dataclasses import replace
 from itertools import chain
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 from dask.base import DaskMethodsMixin
+from dask.highlevelgraph import HighLevelGraph
 from dask.optimization import cull
 from dask.task_spec import DataNode, List, Task, TaskRef
 from dask.threaded import get as threaded_get
@@ -33,6 +32,9 @@ from dask.threaded import get as threaded_get
 from reshard.core.plan.partition import partitioned
 from reshard.core.plan.plan import Task as PlanTask
 from reshard.errors import names
+from reshard.run.layers import PlanNode, kinds_of, staged
+from reshard.run.locks import locks_at
+from reshard.run.preflight import Policy, check_target, fates, planned_files, refuse, seen_files
 from reshard.run.settings import Report, TaskOptions, peak_memory, report_of, uncounted_memory
 from reshard.run.tasks import (
     close_files,
@@ -45,18 +47,18 @@ from reshard.run.tasks import (
 )
 from reshard.run.unchanged import check_sources
 from reshard.sizes import counted
-from reshard.storage.places import can
+from reshard.source.records import DIRECTORY
+from reshard.storage.places import as_place, can
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from reshard.core.plan.plan import Plan
     from reshard.expressions.assigned import FromArray, Key
     from reshard.run.settings import Receipt
+    from reshard.storage.places import AnyName
     from reshard.targets.destination import TargetFile
-
-_KIND = re.compile("reshard-([a-z]+)--[0-9]{6}|reshard-(check)-")
 
 FILES_A_TASK = 32
 """The most target files that a task creates or finishes."""
@@ -76,27 +78,31 @@ def collect(*receipts: Sequence[Receipt]) -> list[Receipt]:
     return [receipt for group in receipts for receipt in group]
 
 
-def graph(plan: Plan, directory: str, *, fsync: bool, partition: str | None) -> Graph:
-    """Return the graph that writes the target files below a directory: `Plan.graph`."""
-    plan = replace(partitioned(plan, partition, directory), digests=(uuid.uuid4().hex,) * len(plan.files))
+def graph(plan: Plan, directory: AnyName, *, fsync: bool, overwrite: bool, partition: str | None) -> Graph:
+    """Return the graph that writes the target files below a directory; see `reshard.Plan.graph`."""
+    root = str(as_place(directory).real())
+    plan = replace(partitioned(plan, partition, root), digests=(uuid.uuid4().hex,) * len(plan.files))
+    check_target(plan, root)
+    check_sources(plan, None)
+    existing = seen_files(plan, root, {}, ())  # it has no ledger, so all of them are foreign
+    policy = Policy(early=not can(root).positioned, overwrite=overwrite)
+    refuse(fates(planned_files(plan, plan.digests), existing, policy), root)
+    if as_place(f"{root}/{DIRECTORY}").is_there():
+        locks = locks_at(root)
+        locks.take([file.path for file in plan.files])  # another run may write them
+        locks.release()
     # It may be computed in several processes.
-    return Graph(plan, directory, TaskOptions(fsync=fsync, multi_process=True))
-
-
-class _PlanNode(DataNode):  # type: ignore[misc]  # dask has no types
-    """The plan, identified by its key; otherwise dask would hash all of it."""
-
-    def __dask_tokenize__(self) -> str:
-        return str(self.key)
-
-    def __reduce__(self) -> tuple[type[_PlanNode], tuple[Any, ...]]:
-        return _PlanNode, (self.key, self.value)
+    return Graph(plan, root, TaskOptions(fsync=fsync, multi_process=True))
 
 
 class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
     """A dask collection that writes the target; `dask.compute` runs the conversion.
 
-    `Plan.run` does more: it refuses to overwrite, cleans up after a failure and reports progress.
+    Its layers are the stages of a run: `plan`, `create` and `move`, or `files` if tasks write whole files; `check`,
+    `close`, `commit` and `index`; `arrays` compute chunks of assigned arrays. It has the annotations of
+    `dask.annotate` with which it was made.
+
+    `Plan.run` does more: it resumes, cleans up after a failure and reports progress.
 
     Attributes:
         plan: by tensor, or by file (see `plan.partition`); with fewer tasks than given, if they are joined.
@@ -120,17 +126,22 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self.ready = self._key("ready")
         self.closed = self._key("closed")
         self.key = self._key("done")
-        self._tasks: dict[str, Any] | None = None
+        self._annotations = dask.get_annotations().copy() or None
+        self._layers: HighLevelGraph | None = None
 
-    def __dask_graph__(self) -> dict[str, Any]:
-        """Return the tasks by key."""
-        if self._tasks is None:
-            self._tasks = self.work() | self.closing() | self.naming()
-        return self._tasks
+    def __dask_graph__(self) -> HighLevelGraph:
+        """Return the tasks by stage."""
+        if self._layers is None:
+            self._layers = staged(self.work() | self.closing() | self.naming(), self.key, self._annotations)
+        return self._layers
+
+    def __dask_layers__(self) -> tuple[str, ...]:
+        """Return the name of the layer that has the key of all receipts."""
+        return tuple(name for name, layer in self.dask.layers.items() if self.key in layer)
 
     @property
-    def dask(self) -> dict[str, Any]:
-        """Return the tasks by key, like other dask collections."""
+    def dask(self) -> HighLevelGraph:
+        """Return the tasks by stage, like other dask collections."""
         return self.__dask_graph__()
 
     def kinds(self) -> dict[str, int]:
@@ -139,8 +150,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         Kinds are `create` and `move`, or `files` if tasks write whole files; `check`; `close` and `last`, which
         complete files; `commit`, `link` and `index`, which give them their names.
         """
-        matches = (_KIND.fullmatch(key.replace(self._token, "")) for key in self.dask)
-        return dict(Counter(match[1] or match[2] for match in matches if match))
+        return kinds_of(self.dask)
 
     @property
     def has_arrays(self) -> bool:
@@ -256,7 +266,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return TaskRef(key)
 
     def _with_plan(self) -> dict[str, Any]:
-        return {self._key("plan"): _PlanNode(self._key("plan"), replace(self.plan, request=None))}
+        return {self._key("plan"): PlanNode(self._key("plan"), replace(self.plan, request=None))}
 
     def _after(self, key: str, receipts: Sequence[Receipt] | None) -> dict[str, Any]:
         """Return a graph that has only the plan, and the receipts if given."""
@@ -270,10 +280,11 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self, graph: dict[str, Any], kind: str, function: Callable[..., Receipt], arguments: Sequence[tuple[Any, ...]]
     ) -> TaskRef:
         """Add a task per tuple of arguments, and return a task that joins the receipts."""
-        keys = [f"{self._key(kind)}-{len(arguments) - i:06d}" for i in range(len(arguments))]
+        prefix, plan = self._key(kind), TaskRef(self._key("plan"))
+        keys = [f"{prefix}-{number:06d}" for number in range(len(arguments), 0, -1)]
         for key, values in zip(keys, arguments, strict=True):
             # A cluster would send all tasks to the worker that has the plan; it spreads those that are data producers.
-            graph[key] = Task(key, function, TaskRef(self._key("plan")), *values, _data_producer=True)
+            graph[key] = Task(key, function, plan, *values, _data_producer=True)
         joined = self._key(f"{kind}-all")
         graph[joined] = Task(joined, collect, List(*map(TaskRef, keys)))
         return TaskRef(joined)
@@ -284,7 +295,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
     def __dask_tokenize__(self) -> str:
         """Return the identifier of the collection."""
-        return self._token
+        return self.key
 
     if TYPE_CHECKING:
 
@@ -299,14 +310,18 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         """Return the function that turns persisted results into a graph."""
         return self._ran, ()
 
-    def _ran(self, tasks: dict[str, Any], *, rename: dict[str, str] | None = None) -> Graph:
+    def _ran(self, tasks: Mapping[str, Any], *, rename: dict[str, str] | None = None) -> Graph:
         done = copy(self)
         done.key = (rename or {}).get(self.key, self.key)
-        done._tasks = dict(tasks)  # noqa: SLF001 -- of the same class
+        if isinstance(tasks.get(done.key), Task) and not isinstance(tasks, HighLevelGraph):  # dask joined the layers
+            tasks = staged(tasks, done.key, self._annotations)
+        elif not isinstance(tasks, HighLevelGraph):  # results, or futures of them
+            tasks = HighLevelGraph.from_collections(done.key, tasks)
+        done._layers = tasks  # noqa: SLF001 -- of the same class
         return done
 
     @staticmethod
-    def __dask_optimize__(tasks: dict[str, Any], _keys: object, **_options: object) -> dict[str, Any]:
+    def __dask_optimize__(tasks: HighLevelGraph, _keys: object, **_options: object) -> HighLevelGraph:
         """Return the tasks unchanged; there is nothing to optimize."""
         return tasks
 

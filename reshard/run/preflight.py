@@ -17,7 +17,7 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard.core.plan.plan import changes_digest, file_digests
-from reshard.errors import TargetError, names
+from reshard.errors import Option, TargetError, Text, names
 from reshard.formats import check_name
 from reshard.formats.directories import is_iteration, is_of_a_set
 from reshard.formats.entries import SomeFiles
@@ -209,6 +209,29 @@ def files_with(fates: Mapping[str, Fate], *actions: Do) -> list[str]:
     ['b']
     """
     return [file for file, decision in fates.items() if decision.do in actions]
+
+
+def refuse(fates: Mapping[str, Fate], root: str, *, has_key: bool = False) -> None:
+    """Refuse existing files that a run must not replace.
+
+    Raises:
+        TargetError: there are such files.
+    """
+    if changed := files_with(fates, Do.CHANGED):
+        key = ", with another key" if has_key else ""
+        raise TargetError(
+            f"{root} holds {names(changed, most=3)} of a different run",
+            code="other-run",
+            facts=[f"made by another plan{key}, or the sources changed since"],
+            hint=Text("to start over, pass ", Option("restart"), "; or choose another target"),
+        )
+    if foreign := files_with(fates, Do.UNMANAGED):
+        them = "it" if len(foreign) == 1 else "them"
+        raise TargetError(
+            f"{root} already has {names(foreign, most=3)}",
+            code="already-exists",
+            hint=Text(f"to replace {them}, pass ", Option("overwrite"), "; or choose another target"),
+        )
 
 
 def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from reshard.core.plan.inputs import ledger_provenance
 from reshard.core.plan.partition import bytes_left, remaining
 from reshard.core.plan.plan import changes_digest, file_digests
-from reshard.errors import BudgetError, ChangedError, Option, ReshardError, TargetError, Text, bytes_text, names
+from reshard.errors import BudgetError, ChangedError, Option, ReshardError, Text, bytes_text
 from reshard.formats.entries import merged
 from reshard.messages import log
 from reshard.run.beside import remove_older
@@ -28,9 +28,9 @@ from reshard.run.preflight import (
     Do,
     Policy,
     fates_of,
-    files_with,
     is_unnoted,
     planned_files,
+    refuse,
     seen_files,
     states_of,
 )
@@ -136,7 +136,7 @@ class Session:
             replaces = options.overwrite or (options.restart and not ledger)
             policy = Policy(sources, self._named_early, replaces, options.restart)
             self._fates = fates_of(plan, root, self._planned, self._existing, policy)
-            self._refuse()
+            refuse(self._fates, root, has_key=bool(plan.cipher))
             finished = self._numbers(Do.KEEP)
             self.touched = sum(self._fates[self._paths[number]].is_touched for number in finished)
             if options.fsync:
@@ -323,24 +323,6 @@ class Session:
             with suppress(OSError):  # it has other files
                 os.rmdir(directory)
             directory = os.path.dirname(directory)
-
-    def _refuse(self) -> None:
-        """Raise `TargetError` if this run must not replace an existing file."""
-        if changed := files_with(self._fates, Do.CHANGED):
-            key = ", with another key" if self._whole.cipher else ""
-            raise TargetError(
-                f"{self._root} holds {names(changed, most=3)} of a different run",
-                code="other-run",
-                facts=[f"made by another plan{key}, or the sources changed since"],
-                hint=Text("to start over, pass ", Option("restart"), "; or choose another target"),
-            )
-        if foreign := files_with(self._fates, Do.UNMANAGED):
-            them = "it" if len(foreign) == 1 else "them"
-            raise TargetError(
-                f"{self._root} already has {names(foreign, most=3)}",
-                code="already-exists",
-                hint=Text(f"to replace {them}, pass ", Option("overwrite"), "; or choose another target"),
-            )
 
     def _sync(self, finished: Iterable[int]) -> None:
         """Sync files that a run without fsync finished."""
