@@ -7,7 +7,9 @@ A store is one group with one array per tensor; each chunk is a file of row-majo
 2. Small chunks are combined into shards: files of consecutive chunks with an index at the end.
 3. Each file, a chunk or a shard, is a `Unit`. Uncompressed files are ordinary target files with known offsets;
    compressed ones are assembled in memory (`zarr.chunks`).
-4. Each array has a `zarr.json` next to its chunks, and the group has one at the root, which gets its name last.
+4. Each array has a `zarr.json` next to its chunks, and the group has one at the root, which gets its name last. It
+   repeats the metadata of all arrays, as zarr-python's consolidated metadata do, so that a reader needs one request.
+5. Dimensions are named after their extents, so that xarray opens a store as one Dataset.
 
 Only the first axis along which an array is cut can have a partial last chunk, so the tensor's bytes in a chunk are
 the beginning of the chunk.
@@ -247,8 +249,8 @@ class Array:
         index = shard_index(spans)
         return FileLayout(nbytes + len(index), ((nbytes, index),), contents)
 
-    def metadata(self, attributes: Mapping[str, object], data_type: str | None = None) -> bytes:
-        """Return the array's `zarr.json`, as zarr-python writes it; by default with a dtype that it knows."""
+    def metadata(self, attributes: Mapping[str, object], data_type: str | None = None) -> dict[str, Any]:
+        """Return the contents of the array's `zarr.json`, as zarr-python writes it; by default with a dtype of zarr."""
         stored = data_type or zarr_dtype(self.dtype)
         plain: dict[str, Any] = {"name": "bytes"}
         if self.dtype.itemsize > 1:
@@ -264,29 +266,50 @@ class Array:
                 "index_location": "end",
             }
             codecs = [{"name": "sharding_indexed", "configuration": configuration}]
-        return _json(
-            {
-                "shape": self.shape,
-                "data_type": stored,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.unit}},
-                "chunk_key_encoding": {"name": "default", "configuration": {"separator": SEPARATOR}},
-                "fill_value": NATIVE.get(stored, 0.0),
-                "codecs": codecs,
-                "attributes": {ATTRIBUTES: attributes},
-                "zarr_format": 3,
-                "node_type": "array",
-                "storage_transformers": [],
-            }
-        )
+        return {
+            "shape": self.shape,
+            "data_type": stored,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.unit}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": SEPARATOR}},
+            "fill_value": NATIVE.get(stored, 0.0),
+            "codecs": codecs,
+            "attributes": {ATTRIBUTES: attributes},
+            **({"dimension_names": dimension_names(self.shape)} if self.shape else {}),
+            "zarr_format": 3,
+            "node_type": "array",
+            "storage_transformers": [],
+        }
 
 
-def group_metadata(attributes: Mapping[str, object]) -> bytes:
-    """Return the group's `zarr.json`, as zarr-python writes it."""
-    return _json({"attributes": {ATTRIBUTES: attributes}, "zarr_format": 3, "node_type": "group"})
+def dimension_names(shape: Shape) -> tuple[str, ...]:
+    """Return names of dimensions: equal ones have equal extents, and an array has none twice.
+
+    >>> dimension_names((4096, 11008)), dimension_names((4096, 4096))
+    (('dim_4096', 'dim_11008'), ('dim_4096', 'dim_4096_2'))
+    """
+    counted = (shape[: axis + 1].count(extent) for axis, extent in enumerate(shape))
+    return tuple(
+        f"dim_{extent}" if number == 1 else f"dim_{extent}_{number}"
+        for extent, number in zip(shape, counted, strict=True)
+    )
 
 
-def _json(content: Mapping[str, object]) -> bytes:
-    return json.dumps(content, indent=2, default=plain).encode()
+def group_metadata(attributes: Mapping[str, object], arrays: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Return the group's `zarr.json`, with the metadata of these arrays, as zarr-python consolidates them.
+
+    Args:
+        attributes: the notes of this program.
+        arrays: the metadata of each array by its directory; none for a group without consolidated metadata.
+    """
+    content = {"attributes": {ATTRIBUTES: attributes}, "zarr_format": 3, "node_type": "group"}
+    if arrays:
+        content["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": arrays}
+    return json.dumps(content, indent=None if arrays else 2, default=plain).encode()
+
+
+def array_json(metadata: Mapping[str, Any]) -> bytes:
+    """Return the `zarr.json` of an array with these metadata."""
+    return json.dumps(metadata, indent=2, default=plain).encode()
 
 
 def zarr_dtype(dtype: DType) -> str:

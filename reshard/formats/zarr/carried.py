@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.formats.zarr import METADATA, Array
+from reshard.formats.zarr import METADATA, Array, array_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -57,7 +57,7 @@ class CarriedBytes:
         array = Array((self.nbytes,), uint8, (max(self.nbytes, 1),), None, None)
         attributes = {"dtype": uint8.name, "carried": {**sizes, "paths": self.paths, "shard_size": self.shard_size}}
         files = {CHUNK: b"".join(self._all())} if self.nbytes else {}
-        return {**files, METADATA: array.metadata(attributes)}
+        return {**files, METADATA: array_json(array.metadata(attributes))}
 
     def _all(self) -> Iterator[bytes]:
         return (content for items in self.contents.values() for content in items.values())

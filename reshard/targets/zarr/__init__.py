@@ -5,6 +5,7 @@ Its files are numbered array by array: chunks or shards, then metadata; the grou
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from math import prod
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
 from reshard.formats.provenance import ComputationRecord, FileRecord, SourceRecord
-from reshard.formats.zarr import METADATA, NAME, escaped, group_metadata
+from reshard.formats.zarr import METADATA, NAME, array_json, escaped, group_metadata
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.targets.checkpoint2 import common_of
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
@@ -37,18 +38,23 @@ if TYPE_CHECKING:
 FILE_BYTES = 1000
 """Resident memory of a chunk file in a plan, as measured."""
 
+ARRAY_BYTES = 2500
+"""Resident memory of an array's metadata in a plan, with those that the group repeats; measured."""
+
 
 class ZarrStore(Destination):
     """The files of one zarr store.
 
     Attributes:
         arrays: the array of each tensor.
+        consolidates: the metadata of the group repeat those of the arrays.
     """
 
     format = NAME
     ranks: tuple[int, ...] = (0,)
     exclusive = True
     carries = True
+    consolidates = True
 
     def __init__(self, inputs: TargetInputs) -> None:
         self._source, self._items, self._group = inputs.source, inputs.items, inputs.request.files
@@ -64,6 +70,7 @@ class ZarrStore(Destination):
         self.coding: TargetCoding | None = self._encoding()
         self.memory: tuple[Share, ...] = (
             ("files of chunks", FILE_BYTES * (number - len(self.arrays))),
+            ("metadata of arrays", ARRAY_BYTES * len(self.arrays)),
             ("carried files", self._carried.stored.nbytes if self._carried else 0),
         )
 
@@ -87,13 +94,16 @@ class ZarrStore(Destination):
         """Lay out every chunk file, and make the metadata."""
         items = {item.name: item for item in self._items}
         result: list[TargetFile] = []
+        metadata: dict[str, dict[str, Any]] = {}
         for name, array in self.arrays.items():
             directory = self._directories[name]
             layouts = _layouts(array, name)
             result += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
-            metadata = self.metadata_of(array, self._attributes(items[name], array))
-            result.append(TargetFile(0, f"{directory}/{METADATA}", literal(metadata)))
+            metadata[directory] = self.metadata_of(array, self._attributes(items[name], array))
+            result.append(TargetFile(0, f"{directory}/{METADATA}", literal(array_json(metadata[directory]))))
         carried_files = self._carried.stored.stored() if self._carried else {}
+        if METADATA in carried_files:
+            metadata[CARRIED] = json.loads(carried_files[METADATA])
         result += [TargetFile(0, f"{CARRIED}/{name}", literal(content)) for name, content in carried_files.items()]
         from reshard import __version__
 
@@ -106,15 +116,16 @@ class ZarrStore(Destination):
             "version": __version__,
             **({} if common is None else {"common": common}),
         }
-        result.append(TargetFile(0, METADATA, literal(group_metadata(attributes)), last=True))
+        group = group_metadata(attributes, metadata if self.consolidates else {})
+        result.append(TargetFile(0, METADATA, literal(group), last=True))
         return tuple(result)
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of files that are left out, and of carried data with old names."""
         return tuple(self._carried.warnings()) if self._carried else ()
 
-    def metadata_of(self, array: Array, attributes: dict[str, Any]) -> bytes:
-        """Return the `zarr.json` of an array."""
+    def metadata_of(self, array: Array, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Return the contents of the `zarr.json` of an array."""
         return array.metadata(attributes)
 
     def _chosen(self) -> dict[str, Array]:

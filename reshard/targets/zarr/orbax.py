@@ -34,6 +34,7 @@ class OrbaxItem(ZarrStore):
     """The files of one item, which is a step, too."""
 
     carries = False
+    consolidates = False  # zarr-python, which reads such metadata, lacks its dtypes
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of files beside the weights, for which Orbax has no place."""
@@ -66,9 +67,12 @@ class OrbaxItem(ZarrStore):
         made = (TargetFile(0, name, literal(text.encode()), last=True) for name, text in contents.items())
         return (*files, *made, group)
 
-    def metadata_of(self, array: Array, attributes: dict[str, Any]) -> bytes:
-        """Return the `zarr.json` of an array, with the name of its dtype in TensorStore."""
-        return array.metadata(attributes, None if array.dtype is INT4 or array.dtype.bits else array.dtype.name)
+    def metadata_of(self, array: Array, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Return the contents of the `zarr.json` of an array as Orbax writes it, with dtypes of TensorStore."""
+        data_type = None if array.dtype is INT4 or array.dtype.bits else array.dtype.name
+        metadata = array.metadata(attributes, data_type)
+        metadata.pop("dimension_names", None)
+        return metadata
 
 
 def _tree(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

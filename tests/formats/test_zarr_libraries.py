@@ -1,0 +1,95 @@
+"""What other libraries make of a written zarr store: xarray, zarr-python, dask and TensorStore."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import dask.array as da
+import ml_dtypes
+import numpy as np
+import pytest
+import zarr
+from checkpoints import write_file
+from zarr_stores import assert_same
+
+import reshard
+from reshard import ZarrGroup
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_RNG = np.random.default_rng(5)
+FULL: dict[str, np.ndarray[Any, Any]] = {
+    "layers.0.w": _RNG.standard_normal((6, 4)).astype(np.float32),
+    "layers.1.w": _RNG.standard_normal((6, 4)).astype(np.float32),
+    "square": _RNG.standard_normal((6, 6)).astype(np.float16),
+    "cube": np.arange(6 * 6 * 6, dtype=np.int64).reshape(6, 6, 6),
+    "norm": np.arange(-3, 3, dtype=np.int8),
+    "mask": np.array([True, False]),
+    "step": np.array(7, np.int32),
+    "none": np.zeros((0, 4), np.float32),
+    "half": _RNG.standard_normal((6, 4)).astype(ml_dtypes.bfloat16),
+    "eighth": _RNG.standard_normal((2, 3)).astype(ml_dtypes.float8_e4m3fn),
+}
+STORED = {"half": np.uint16, "eighth": np.uint8}
+"""The dtypes that zarr lacks, as integers of their bits."""
+GROUPS = {
+    "chunks": ZarrGroup(), "files": ZarrGroup(chunk_size=40, shard_size=0),
+    "shards": ZarrGroup(chunk_size=40, shard_size=100, compression="zstd"),
+}  # fmt: skip
+
+
+@pytest.fixture(params=GROUPS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = write_file(tmp_path / "a.safetensors", FULL)
+    reshard.plan(reshard.open(path), files=GROUPS[request.param]).run(tmp_path / "z")
+    return tmp_path / "z"
+
+
+def test_xarray_opens_a_model_as_one_dataset(store: Path) -> None:
+    xarray = pytest.importorskip("xarray")
+    for consolidated in (None, True, False):
+        dataset = xarray.open_zarr(store, consolidated=consolidated)
+        assert set(dataset) == FULL.keys()
+        for name, value in FULL.items():
+            assert dataset[name].dtype == STORED.get(name, value.dtype)
+            assert_same(dataset[name].values, value)
+    sizes = {name: array.sizes for name, array in dataset.items()}
+    assert all(len(of_array) == FULL[name].ndim for name, of_array in sizes.items())  # no name twice in an array
+    difference = dataset["layers.0.w"] - dataset["layers.1.w"]  # along dimensions of the same names
+    assert_same(difference.values, FULL["layers.0.w"] - FULL["layers.1.w"])
+    assert dataset["half"].values.view(ml_dtypes.bfloat16).tolist() == FULL["half"].tolist()
+
+
+def test_zarr_reads_the_metadata_of_all_arrays_at_once(store: Path) -> None:
+    group = zarr.open_consolidated(store)
+    assert {name for name, _ in group.members()} == FULL.keys()
+    for path in store.glob("*/zarr.json"):
+        path.rename(path.with_suffix(".away"))
+    group = zarr.open_consolidated(store)
+    for name, value in FULL.items():
+        assert_same(group[name][...], value)
+        if value.size:
+            assert_same(da.from_zarr(group[name]).compute(scheduler="synchronous"), value)
+
+
+def test_consolidated_metadata_are_those_of_the_arrays(store: Path) -> None:
+    consolidated = json.loads((store / "zarr.json").read_text())["consolidated_metadata"]["metadata"]
+    assert consolidated == {path.parent.name: json.loads(path.read_text()) for path in store.glob("*/zarr.json")}
+
+
+def test_an_array_that_was_changed_since_is_read_from_its_own_metadata(store: Path) -> None:
+    """zarr resizes an array and leaves the consolidated metadata as they are; they are not believed."""
+    zarr.open_array(store / "norm", mode="r+").resize((3,))
+    assert zarr.open_group(store, mode="r")["norm"].shape == (6,)
+    assert_same(reshard.open(store)["norm"].compute(), FULL["norm"][:3])
+
+
+def test_tensorstore_reads_every_array(store: Path) -> None:
+    tensorstore = pytest.importorskip("tensorstore")
+    for name, value in FULL.items():
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{store / name}/"}}
+        array = tensorstore.open(spec, open=True).result()
+        assert len({label for label in array.domain.labels if label}) == value.ndim
+        assert_same(array.read().result(), value)
