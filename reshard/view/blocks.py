@@ -43,7 +43,7 @@ from reshard.view.words import blocks_of, caption_words, cut_words, is_computed,
 if TYPE_CHECKING:
     from reshard.layout.block import Shape
     from reshard.layout.layout import Layout
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.strategy.strategy import Placed, Strategy
 
 _MOST_CELLS = 576  # rectangles of a side; finer grids are drawn coarser
@@ -127,7 +127,12 @@ def checkpoint_picture(checkpoint: Checkpoint, name: str, target: Strategy | Non
         UsageError: the target does not name it.
         LayoutError: the target does not fit its shape.
     """
-    tensor = checkpoint.tensors[name]
+    return tensor_picture(checkpoint, checkpoint.tensors[name], target)
+
+
+def tensor_picture(checkpoint: Checkpoint, tensor: Tensor, target: Strategy | None = None) -> Picture:
+    """Draw the blocks and ranks of a tensor of a checkpoint; see `checkpoint_picture`."""
+    name = tensor.spec.name
     places = placements_of(checkpoint, tensor)
     rule = caption_words(places[0].layout) if places else ""
     title = "" if target is None else "source"

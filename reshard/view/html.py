@@ -33,13 +33,14 @@ from reshard.view.svg import (
     page,
     ranks_label,
     ranks_range,
+    searched,
     section,
     table,
     tag,
     tiles,
     warnings_listed,
 )
-from reshard.view.tables import group_rows, objects_of
+from reshard.view.tables import checkpoint_text, group_rows, objects_of
 from reshard.view.text import changed_text, count_text
 from reshard.view.verdict import below, conclusion
 
@@ -109,7 +110,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         for title, header, by_name, noun in sections
         if by_name
     ]
-    return page(*parts, *warnings_listed(checkpoint.warnings))
+    return page(*parts, *warnings_listed(checkpoint.warnings), text=checkpoint_text(checkpoint))
 
 
 def _ranks_tile(checkpoint: Checkpoint) -> tuple[str, str, str]:
@@ -124,10 +125,12 @@ def _ranks_tile(checkpoint: Checkpoint) -> tuple[str, str, str]:
 
 def groups_html(groups: Groups) -> str:
     """Show sizes, counts and dtypes by group."""
+    header, rows = ("group", "tensors", "bytes", "dtype"), group_rows(groups)
+    shown = table(header, rows[:MOST_ROWS])
     return page(
         heading("Groups", groups.checkpoint.title, f"by {groups.by}", bytes_text(sum(groups.sizes.values()))),
-        table(("group", "tensors", "bytes", "dtype"), group_rows(groups)[:MOST_ROWS]),
-        *and_more(len(groups), MOST_ROWS, "group"),
+        searched([shown, *and_more(len(groups), MOST_ROWS, "group")], header, rows),
+        text=str(groups),
     )
 
 
@@ -136,8 +139,8 @@ def layout_html(layout: Layout) -> str:
     try:
         picture = layout_picture(layout)
     except LayoutError as error:
-        return page(heading("Layout", str(layout)), note(f"not possible: {error.message}"))
-    return page(heading("Layout", ""), picture.html())
+        return page(heading("Layout", str(layout)), note(f"not possible: {error.message}"), text=str(layout))
+    return page(heading("Layout", ""), picture.html(), text=f"{layout}: {words.layout_words(layout)}")
 
 
 # --- plans, reports, verifications, graphs ----------------------------------------------------------------------
@@ -172,6 +175,7 @@ def plan_html(plan: Plan) -> str:
         *([listing("Left out", left_out, "not chosen")] if left_out else []),
         *_dropped_and_missing(plan),
         *warnings_listed(plan.warnings),
+        text=repr(plan),
     )
 
 
@@ -198,17 +202,24 @@ def _transfers(plan: Plan) -> list[Markup]:
         read = thumbnails.of_tensor(source, tensor, words.cut_words(source, tensor))
         return join([read, tag("span", "→", class_="to"), thumbnails.of_target(plan, transfer.route)])
 
+    keys = [row(transfer) for transfer in plan.transfers]
     first: dict[tuple[str, Hashable], Transfer] = {}
-    for transfer in plan.transfers:
-        first.setdefault((transfer.name, row(transfer)), transfer)
-    folded = group_members((transfer.name, row(transfer)) for transfer in plan.transfers)
+    for transfer, key in zip(plan.transfers, keys, strict=True):
+        first.setdefault((transfer.name, key), transfer)
+    folded = group_members((transfer.name, key) for transfer, key in zip(plan.transfers, keys, strict=True))
     rows = [
         (name, f"{len(members):,}", key[0], shape_text(key[1]), bytes_text(key[2] * len(members)),
          cut(first[members[0], key]), *key[3:])
         for name, key, members in folded[:MOST_ROWS]
     ]  # fmt: skip
     header = ("tensor", "count", "dtype", "shape", "bytes", "cut", "blocks", "in files")
-    return [thumbnails.symbols(), table(header, rows), *and_more(len(folded), MOST_ROWS, "row")]
+    shown = [table(header, rows), *and_more(len(folded), MOST_ROWS, "row")]
+    single = [
+        (transfer.name, key[0], shape_text(key[1]), bytes_text(key[2]), *key[3:])
+        for transfer, key in zip(plan.transfers, keys, strict=True)
+    ]
+    titles = ("tensor", "dtype", "shape", "bytes", "blocks", "in files")
+    return [thumbnails.symbols(), searched(shown, titles, single, code=[".picture(NAME)"])]
 
 
 def report_html(report: Report) -> str:
@@ -232,6 +243,7 @@ def report_html(report: Report) -> str:
         section("Files", ("file",), report.files, lambda path: (path,), "file"),
         tasks_section(report),
         *_dropped_and_missing(report),
+        text=repr(report),
     )
 
 
@@ -277,7 +289,7 @@ def verification_html(verification: Verification) -> str:
     parts += [listing(title, tensors, meaning) for title, tensors, meaning in absent if tensors]
     unchecked = f"not looked at: {'; '.join(verification.unchecked)}" if verification.unchecked else ""
     parts += [note(text) for text in (verification.note, unchecked) if text]
-    return page(*parts, *warnings_listed(verification.warnings))
+    return page(*parts, *warnings_listed(verification.warnings), text=repr(verification))
 
 
 def graph_html(graph: Graph) -> str:
@@ -287,6 +299,7 @@ def graph_html(graph: Graph) -> str:
         heading("Graph", graph.directory, f"writes {count_text(len(graph.plan.files), 'file')} when it is computed"),
         table(("task", "count"), [(kind, f"{count:,}") for kind, count in kinds.items()]),
         details("What goes where", plan_picture(graph.plan).html()),
+        text=repr(graph),
     )
 
 

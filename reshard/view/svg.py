@@ -1,8 +1,9 @@
 """The kit for pages and pictures: HTML and SVG elements, colours, labels.
 
 `tag` makes every element and escapes all text except the result of another `tag`: names come from untrusted files. The
-result is both HTML and XML, has no script and loads no resources. Its styles apply only inside `class="reshard"` and
-inherit the colours of the page, for light and dark themes.
+result is both HTML and XML and loads no resources. Its styles apply only inside `class="reshard"` and inherit the
+colours of the page, for light and dark themes. Where styles are stripped, as on some sites, a text is shown instead.
+The only script is that of the search boxes (`notebook.search`); without it all tables can be read.
 
 Lines and labels have the colour of the surrounding text (`currentColor`). Fills can be told apart with colour-vision
 deficiencies, and each has a label colour of high contrast. A rank has the same colour in every picture (`rank_colour`).
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from reshard.errors import printable
 from reshard.storage.places import as_place
 from reshard.strategy.names import group_names
+from reshard.view.notebook.search import FEWEST, packed, script
 from reshard.view.text import NUMBERS, count_text, shortened
 from reshard.view.words import ranks_words
 
@@ -34,6 +36,8 @@ MOST_ITEMS = 24
 
 _LONGEST = 300
 """The most characters of a text in an element: a name may have any length."""
+
+_MOST_LINES = 60  # of the text in place of a page
 
 _EMPTY = frozenset({"rect", "path", "line"})
 
@@ -81,9 +85,20 @@ def _style() -> Markup:
     return Markup(f"<style>{css}</style>")
 
 
-def page(*children: Markup) -> str:
-    """Return a page: the HTML of one object in a notebook."""
-    return tag("div", _style(), *children, class_="reshard")
+def page(*children: Markup, text: str) -> str:
+    """Return a page: the HTML of one object in a notebook; `text` is shown in its place where styles are stripped."""
+    lines = text.splitlines()
+    shown = [_escaped(line) for line in lines[:_MOST_LINES]]
+    shown += [f"and {count_text(len(lines) - _MOST_LINES, 'more line')}"] if len(lines) > _MOST_LINES else []
+    has_search = any(' class="find"' in child for child in children)
+    return tag(
+        "div",
+        _style(),
+        tag("pre", Markup("\n".join(shown)), class_="reshard-text"),
+        tag("div", *children, class_="reshard", hidden="hidden"),
+        *([tag("script", Markup(script()))] if has_search else []),
+        class_="reshard-output",
+    )
 
 
 def heading(kind: str, title: str, *also: str) -> Markup:
@@ -109,6 +124,35 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: str = "
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
 
 
+def searched(
+    still: Sequence[Markup],
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    wrap: str = "",
+    code: Sequence[str] = (),
+) -> Markup:
+    """Return elements with a search box over all rows, of which they show some; with few rows, as they are.
+
+    Args:
+        still: the elements, such as a table of folded layers.
+        header: the titles of the rows.
+        rows: the cells, as for `search.packed`.
+        wrap: as for `table`.
+        code: as for `search.packed`.
+    """
+    rows = [*rows]
+    if len(rows) <= FEWEST:
+        return join(still)
+    data = tag("script", Markup(packed(header, rows, wrap=wrap, code=code)), type="application/json")
+    return tag("div", tag("div", *still, class_="still"), data, class_="find")
+
+
+def in_place(shown: Markup, count: int) -> Markup:
+    """Return a table of all its `count` rows with a search box, unless there are few."""
+    return tag("div", tag("div", shown, class_="still"), class_="find") if count > FEWEST else shown
+
+
 def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
     """Return a collapsible section, with a remark next to its title."""
     attributes = {"open": "open"} if opened else {}
@@ -127,8 +171,13 @@ def section(
     opened: bool = False,
 ) -> Markup:
     """Return a collapsible table of the first items, with the cells that `row` makes of each."""
-    body = table(header, map(row, items[:MOST_ITEMS]), wrap=wrap)
-    return details(title, body, *and_more(len(items), MOST_ITEMS, noun), more=f"{len(items):,}", opened=opened)
+    rows = [*map(row, items)]
+    shown = table(header, rows[:MOST_ITEMS], wrap=wrap)
+    if len(rows) <= MOST_ITEMS:
+        body = in_place(shown, len(rows))
+    else:
+        body = searched([shown, *and_more(len(rows), MOST_ITEMS, noun)], header, rows, wrap=wrap)
+    return details(title, body, more=f"{len(items):,}", opened=opened)
 
 
 def note(text: str) -> Markup:
@@ -220,7 +269,7 @@ class Picture:
         return tag("div", self.svg(), class_="scroll")
 
     def _repr_html_(self) -> str:
-        return page(self.html())
+        return page(self.html(), text=repr(self))
 
     def __repr__(self) -> str:
         return f"<Picture {self.width:.0f} x {self.height:.0f}: {printable(self.title)}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import time
 import xml.etree.ElementTree as ET
@@ -32,6 +33,7 @@ from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, Ten
 from reshard.strategy.strategy import Strategy
 from reshard.view import flow
 from reshard.view.blocks import DrawnSide, draw
+from reshard.view.notebook.search import script
 from reshard.view.svg import Markup, rank_colour, tag, text_width
 
 if TYPE_CHECKING:
@@ -39,13 +41,14 @@ if TYPE_CHECKING:
 
     from reshard.core.plan.plan import Move, Plan
 
-MOST = 300_000
+MOST = 600_000
 HOSTILE = "<script>alert(1)</script>\"'&amp; onload=x \x1b[2J\u202e"
 ELEMENTS = """
-div span b i style details summary table thead tbody tr th td ul li code svg symbol use title g rect path text
+div span b i style details summary table thead tbody tr th td ul li code pre svg symbol use title g rect path text
+script
 """.split()
 ATTRIBUTES = """
-class id href style title open viewBox width height role x y rx d fill stroke stroke-width stroke-opacity
+class id href style title open hidden type viewBox width height role x y rx d fill stroke stroke-width stroke-opacity
 stroke-dasharray stroke-linejoin paint-order fill-opacity opacity pointer-events
 font-size font-weight text-anchor transform
 """.split()
@@ -81,13 +84,20 @@ def parsed(shown: Any) -> ET.Element:
     """What a notebook shows of something, compared with all that its HTML promises."""
     text = reshard.Checkpoint(shown)._repr_html_() if isinstance(shown, Checkpoint) else shown._repr_html_()
     root = ET.fromstring(text)  # no entity but those of XML, every element closed, every attribute quoted
-    assert (root.tag, root.get("class")) == ("div", "reshard")
+    assert (root.tag, root.get("class")) == ("div", "reshard-output")
+    assert [(each.tag, each.get("class")) for each in root][1:3] == [("pre", "reshard-text"), ("div", "reshard")]
     for element in root.iter():
         assert element.tag in ELEMENTS
         assert element.attrib.keys() <= set(ATTRIBUTES)
     (style,) = root.iter("style")
     for rule in re.findall(r"([^{}]+)\{[^{}]*\}", style.text or ""):
         assert all(selector.strip().startswith(".reshard") for selector in rule.split(",")), rule
+    scripts = [element.text or "" for element in root.iter("script") if element.get("type") is None]
+    assert scripts == ([script()] if any(each.get("class") == "find" for each in root.iter("div")) else [])
+    for data in (element.text or "" for element in root.iter("script") if element.get("type") is not None):
+        assert not set("<>&") & set(data)
+        json.loads(data)
+    text = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"<script|javascript:|https?:|//|@import|url\(|&nbsp;", text.replace("://", "")), text[:80]
     assert len(text) <= MOST
     return root
@@ -95,7 +105,7 @@ def parsed(shown: Any) -> ET.Element:
 
 def texts(root: ET.Element) -> list[str]:
     """The text of every element, tips included, without the styles."""
-    return [element.text or "" for element in root.iter() if element.tag != "style"]
+    return [element.text or "" for element in root.iter() if element.tag not in {"style", "script", "pre"}]
 
 
 def test_everything_of_the_demo_is_shown(
@@ -119,7 +129,7 @@ def test_everything_of_the_demo_is_shown(
 
 def test_what_is_shown_of_a_checkpoint(source: reshard.Checkpoint) -> None:
     root = parsed(source)
-    leaves = [row for row in root.iter("div") if row.get("class") == "row leaf"]
+    leaves = [row for row in root.iter("summary") if row.get("class") == "row leaf"]
     rows = [[*row.itertext()] for row in leaves]
     assert ["layer1.weight", "float32", "[16, 32]", "2.0 kB", *["columns / 2 × 4 copies"] * 2] in rows
     assert ["layer{1-2}.bias", "  x 2", "float32", "[32]", "256 B", *["whole × 8 copies"] * 2] in rows
@@ -139,7 +149,7 @@ def test_tensors_of_which_a_row_says_the_same_share_it(tmp_path: Path) -> None:
     source = reshard.open(tmp_path / "src", strategy=stages)
     reshard.plan(source, format="zarr").run(tmp_path / "zarr")
     for each, rule in ((source, "whole × 2 copies"), (reshard.open(tmp_path / "zarr"), "whole")):
-        (row,) = (list(row.itertext()) for row in parsed(each).iter("div") if row.get("class") == "row leaf")
+        (row,) = (list(row.itertext()) for row in parsed(each).iter("summary") if row.get("class") == "row leaf")
         assert row[:2] == ["layers.{0-3}.w", "  x 4"]
         assert rule in row
     assert "layers.{0-3}.w" in texts(parsed(reshard.plan(source, Strategy.of(dict.fromkeys(source, whole))).picture()))
@@ -170,7 +180,7 @@ def test_the_tree_adds_up(mindspore_data: Path) -> None:
     for path in found:
         checkpoint = reshard.open(path / "ckpt", strategy=path / "strategy_0.ckpt")
         root = parsed(checkpoint)
-        leaves = [row for row in root.iter("div") if row.get("class") == "row leaf"]
+        leaves = [row for row in root.iter("summary") if row.get("class") == "row leaf"]
         counts = [[span.text or "" for span in row.iter("span") if span.get("class") == "count"] for row in leaves]
         assert sum(int(count[0].strip("x ")) if count else 1 for count in counts) == len(checkpoint)
         parsed(checkpoint.strategy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
@@ -33,13 +34,15 @@ def parsed(shown: Any) -> ET.Element:
 
 
 def thumbnails(root: ET.Element) -> list[tuple[str, str]]:
-    """The title and the symbol of each thumbnail, in order; each symbol is in the page once."""
+    """The title and the symbol of each thumbnail, in order; each symbol is in the page once, and used."""
     symbols = [symbol.get("id", "") for symbol in root.iter("symbol")]
+    used = {use.get("href", "")[1:] for use in root.iter("use")}
+    used.update(name for data in root.iter("script") for name in re.findall("reshard-[0-9a-f]{12}", data.text or ""))
     found = [
         ("".join(svg.itertext()), svg[1].get("href", "")[1:]) for svg in root.iter("svg") if svg.get("class") == "cut"
     ]
     assert len(symbols) == len(set(symbols))
-    assert {name for _, name in found} == set(symbols)
+    assert used == set(symbols)
     return found
 
 

@@ -19,6 +19,7 @@ from reshard.view.svg import (
     listing,
     note,
     page,
+    searched,
     section,
     table,
     tag,
@@ -152,8 +153,11 @@ def diff_html(diff: CheckpointDiff) -> str:
             rows.append([name, _bar(each, relatives), *cells])
         parts.append(
             details(
-                "Changed most", table([_HEADER[0], "change", *_HEADER[1:]], rows),
-                *and_more(len(changed), _MOST_ROWS, "tensor"),
+                "Changed most",
+                searched(
+                    [table([_HEADER[0], "change", *_HEADER[1:]], rows), *and_more(len(changed), _MOST_ROWS, "tensor")],
+                    _HEADER, map(_row, changed),
+                ),
                 note("bars: the relative difference, on a logarithmic scale; red: NaN or Inf"), opened=True,
             )
         )  # fmt: skip
@@ -167,7 +171,7 @@ def diff_html(diff: CheckpointDiff) -> str:
             parts.append(section(title, ("tensor", "reason"), list(reasons.items()), tuple, "tensor", opened=True))
     if dtypes := [(name, *pair) for name, pair in diff.dtypes.items()]:
         parts.append(section("Other dtypes", ("tensor", "in A", "in B"), dtypes, tuple, "tensor"))
-    return page(*parts, *warnings_listed(diff.warnings))
+    return page(*parts, *warnings_listed(diff.warnings), text=diff_text(diff))
 
 
 def _tolerance(diff: CheckpointDiff) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from reshard.errors import bytes_text, printable
 from reshard.storage.places import is_url
-from reshard.view.svg import Markup, details, heading, note, page, table
+from reshard.view.svg import Markup, details, heading, in_place, note, page, table
 from reshard.view.text import fields_data, table_lines
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def runs_html(runs: Runs) -> str:
     """Show the checkpoints below a directory as a table."""
     rows = [_row(runs.root, record) for record in runs]
     newest = runs.newest
-    below: list[Markup] = [table(_HEADER, rows)] if rows else []
+    below: list[Markup] = [in_place(table(_HEADER, rows), len(rows))] if rows else []
     found = f"newest complete: {newest.path}" if newest else "no checkpoint is complete"
     reasons = [
         f"{row[0]}: {'; '.join(filter(None, [record.reason, record.hint]))}"
@@ -161,4 +161,4 @@ def runs_html(runs: Runs) -> str:
         if record.reason
     ]
     why = [details("Why", *map(note, reasons), more=f"{len(reasons):,}", opened=True)] if reasons else []
-    return page(heading("Checkpoints", runs.root), *below, note(found), *why)
+    return page(heading("Checkpoints", runs.root), *below, note(found), *why, text=runs_text(runs))

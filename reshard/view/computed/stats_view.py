@@ -9,6 +9,7 @@ from reshard.compute.stats import number_text
 from reshard.errors import bytes_text, printable
 from reshard.layout.block import shape_text
 from reshard.strategy.names import group_names
+from reshard.view.cuts.thumbnails import Thumbnails
 from reshard.view.notebook.hist import drawn, outline
 from reshard.view.svg import (
     Markup,
@@ -17,8 +18,10 @@ from reshard.view.svg import (
     details,
     heading,
     page,
+    searched,
     section,
     table,
+    tag,
     tiles,
     warnings_listed,
 )
@@ -157,9 +160,11 @@ def stats_html(stats: CheckpointStats) -> str:
     total = stats.total
     bad, rate = len(stats.not_finite), stats.bytes_read / stats.seconds if stats.seconds else 0
     header, cells = _table(stats, rows[:_MOST_ROWS])
-    with_pictures: list[list[str]] = [
-        [row[0], histogram(group), *row[1:]] for row, group in zip(cells, rows, strict=False)
-    ]
+    thumbnails = Thumbnails()
+    with_pictures: list[list[str]] = []
+    for row, group in zip(cells, rows, strict=False):
+        small, large = _drawings(group, thumbnails)
+        with_pictures.append([tag("details", tag("summary", row[0]), large) if large else row[0], small, *row[1:]])
     parts = [
         heading("Statistics", stats.root),
         tiles(
@@ -185,13 +190,20 @@ def stats_html(stats: CheckpointStats) -> str:
     titles = [header[0], "values", *header[1:]]
     parts.append(
         details(
-            "Values", table(titles, with_pictures), *and_more(len(rows), _MOST_ROWS, "row"), opened=True,
+            "Values",
+            thumbnails.symbols(),
+            searched(
+                [table(titles, with_pictures), *and_more(len(rows), _MOST_ROWS, "row")],
+                *_table(stats, list(stats.tensors.values())),
+                code=["[NAME]", ".hist(NAME)"],
+            ),
+            opened=True,
             more="of finite elements",
         )
-    )  # fmt: skip
+    )
     if stats.not_computed:
         parts.append(section("Not computed", ("tensor", "reason"), list(stats.not_computed.items()), tuple, "tensor"))
-    return page(*parts, *warnings_listed(stats.warnings))
+    return page(*parts, *warnings_listed(stats.warnings), text=stats_text(stats))
 
 
 def values_html(values: ValueStats) -> str:
@@ -213,7 +225,7 @@ def values_html(values: ValueStats) -> str:
         exact = f"quartiles {quartiles}" if quartiles else "of a sample of the elements; Checkpoint.hist counts all"
         drawing, height = drawn(*values.histogram(64), exact)
         parts.append(Picture(values.name, 562, height, drawing).html())
-    return page(*parts)
+    return page(*parts, text=repr(values))
 
 
 def _not_finite_row(stats: CheckpointStats, name: str, first: NotFinite) -> Sequence[str]:
@@ -221,11 +233,17 @@ def _not_finite_row(stats: CheckpointStats, name: str, first: NotFinite) -> Sequ
     return name, shape_text(first.index), first.value, _counted(stats.tensors[name]), rank, first.path
 
 
-def histogram(values: ValueStats) -> Markup:
-    """Draw a histogram as a thumbnail with a line at zero; empty without finite values."""
+def _drawings(values: ValueStats, thumbnails: Thumbnails) -> tuple[Markup, Markup]:
+    """Return a histogram in the size of a row, and a large one below it; both empty without finite values."""
     if not values.moments.finite:
-        return Markup("")
+        return Markup(""), Markup("")
     counts, edges = values.histogram()
     drawing = outline(counts, edges, _WIDTH, _HEIGHT - 1)
+    name, *_ = thumbnails.picture(drawing, lambda: Picture("", _WIDTH, _HEIGHT, drawing))
     title = f"{number_text(values.min)} to {number_text(values.max)}"
-    return Picture(title, _WIDTH, _HEIGHT, drawing).svg()
+    if not name:
+        return Picture(title, _WIDTH, _HEIGHT, drawing).svg(), Markup("")
+    use, box = tag("use", href=f"#{name}"), f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}"
+    small = tag("svg", tag("title", title), use, viewBox=box, width=_WIDTH, height=_HEIGHT, role="img")
+    large = tag("svg", use, viewBox=box, width=4 * _WIDTH, height=4 * _HEIGHT, role="img")
+    return small, tag("div", large, tag("div", title, class_="more"), class_="detail")

@@ -16,7 +16,12 @@ _HEIGHT = 420.0
 
 def fusion_html(fusion: Fusion) -> str:
     """Show the parts of a fused tensor."""
-    return page(heading("Rule", fusion.name, fusion.verb), fusion_picture(fusion).html(), tag("pre", str(fusion)))
+    return page(
+        heading("Rule", fusion.name, fusion.verb),
+        fusion_picture(fusion).html(),
+        tag("pre", str(fusion)),
+        text=str(fusion),
+    )
 
 
 def fusion_picture(fusion: Fusion) -> Picture:

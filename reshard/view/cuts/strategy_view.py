@@ -61,6 +61,7 @@ def strategy_html(strategy: Strategy) -> str:
         thumbnails.symbols(),
         details("Layouts", *parts, *and_more(len(groups), _MOST_GROUPS, "layout"), opened=True),
         note(words.LEGEND.replace("\n", " ")),
+        text=words.strategy_text(strategy, "strategy"),
     )
 
 
@@ -98,6 +99,7 @@ def strategy_diff_html(diff: Diff) -> str:
         thumbnails.symbols(),
         *sections,
         *(listing(title, [name for name, _ in pairs], meaning) for title, (pairs, meaning) in only.items() if pairs),
+        text=repr(diff),
     )
 
 

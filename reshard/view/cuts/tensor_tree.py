@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,17 +11,21 @@ from typing import TYPE_CHECKING
 from reshard.errors import bytes_text
 from reshard.strategy.names import group_members
 from reshard.view import words
+from reshard.view.blocks import tensor_picture
 from reshard.view.cuts.thumbnails import Thumbnails
-from reshard.view.svg import Markup, colour, join, note, tag
+from reshard.view.svg import Markup, colour, join, note, searched, tag
 from reshard.view.text import count_text
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from reshard.source.checkpoint import Checkpoint, Tensor
 
 MOST_ROWS = 240
 """The most rows of a table."""
+
+_CODE = (".picture(NAME)", ".hist(NAME)", "[NAME]")
+"""What to type about a tensor: a page is made of headers alone, and has no values."""
 
 _PARTS = re.compile(r"\.(?![^{}]*\})")  # dots outside braces: `{0,2,4,...}` has dots, too
 
@@ -67,14 +72,35 @@ def tree(checkpoint: Checkpoint) -> Markup:
         branch.tensors.append((last, tensors))
     thumbnails = Thumbnails()
     lines = _branch(checkpoint, root, 0, thumbnails, opened=len(rows) <= 40)
-    titles = [("name", "name"), ("dtype", ""), ("shape", ""), ("size", "size"), ("layout", "")]
+    titles = [("name", "name"), ("dtype", ""), ("shape", ""), ("bytes", "size"), ("layout", "")]
     head = tag("div", *(tag("span", title, class_=kind) for title, kind in titles), class_="row top")
-    parts = [thumbnails.symbols(), tag("div", head, *lines, class_="tree")]
+    shown = [tag("div", head, *lines, class_="tree")]
     if rest := sum(len(members) for _, _, members in rows[MOST_ROWS:]):
-        parts.append(
+        shown.append(
             note(f"and {count_text(rest, 'more tensor')}: look at some with .sel(glob), or at .groups('prefix')")
         )
-    return join(parts)
+    found = searched(shown, [title for title, _ in titles], _single_rows(checkpoint, rows, thumbnails), code=_CODE)
+    return join([thumbnails.symbols(), found])
+
+
+def _single_rows(
+    checkpoint: Checkpoint, rows: Sequence[tuple[str, Hashable, Sequence[str]]], thumbnails: Thumbnails
+) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each tensor, with its picture; those of a folded row have most of them in common."""
+    for _, key, members in rows:
+        tensor = checkpoint.tensors[members[0]]
+        shape = words.extents_text(tensor) if tensor.text is None else "text"
+        cells = tensor.spec.dtype.name, shape, bytes_text(tensor.spec.nbytes), words.cut_words(checkpoint, tensor)
+        for member in members:
+            picture = _picture(checkpoint, checkpoint.tensors[member], key, thumbnails)
+            yield (member, *cells, " ".join(f"{part}" for part in picture))
+
+
+def _picture(checkpoint: Checkpoint, tensor: Tensor, key: Hashable, thumbnails: Thumbnails) -> tuple[str, float, float]:
+    """Return the id, width and height of the picture of a tensor, whose row has a key; "" for a file of all of it."""
+    if not _is_cut(checkpoint, tensor):
+        return "", 0.0, 0.0
+    return thumbnails.picture((key, tensor.sharding), lambda: tensor_picture(checkpoint, tensor))
 
 
 def _branch(
@@ -117,16 +143,21 @@ def _row_key(checkpoint: Checkpoint, tensor: Tensor) -> Hashable:
     )
 
 
+def _is_cut(checkpoint: Checkpoint, tensor: Tensor) -> bool:
+    """Return whether there is anything to draw: blocks, or copies on several ranks."""
+    return words.cut_words(checkpoint, tensor) != "whole" or len(set(checkpoint.ranks)) > 1
+
+
 def _leaf(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: int, thumbnails: Thumbnails) -> Markup:
     tensor, count = tensors[0], len(tensors)
     cut = words.cut_words(checkpoint, tensor)
     counts = f"{' x '.join(words.shard_counts(tensor.sharding))} blocks x copies in the files"
     rule = "; ".join(filter(None, [words.layouts_text(checkpoint, tensors), counts]))
-    drawn = thumbnails.of_tensor(checkpoint, tensor, cut) if cut != "whole" or len(set(checkpoint.ranks)) > 1 else ""
+    drawn = thumbnails.of_tensor(checkpoint, tensor, cut) if _is_cut(checkpoint, tensor) else ""
     shape = words.extents_text(tensor) if tensor.text is None else "text"
     times = [tag("span", f"  x {count:,}", class_="count")] if count > 1 else []
-    return tag(
-        "div",
+    row = tag(
+        "summary",
         tag("span", name, *times, class_="name", title=tensor.spec.name),
         tag("span", tensor.spec.dtype.name),
         tag("span", shape, title=shape),
@@ -134,3 +165,7 @@ def _leaf(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: i
         tag("span", drawn, cut, title=rule),
         class_="row leaf", style=f"--depth:{depth}",
     )  # fmt: skip
+    picture, width, height = _picture(checkpoint, tensor, _row_key(checkpoint, tensor), thumbnails)
+    enlarged = [tag("svg", tag("use", href=f"#{picture}"), width=width, height=height)] if picture else []
+    code = (tag("code", text.replace("NAME", json.dumps(tensor.spec.name, ensure_ascii=False))) for text in _CODE)
+    return tag("details", row, tag("div", *enlarged, *code, class_="detail"))

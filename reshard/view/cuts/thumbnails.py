@@ -1,4 +1,4 @@
-"""Thumbnails: how a tensor is cut, drawn without labels in a row of a table.
+"""Thumbnails: how a tensor is cut, drawn without labels in a row of a table; and the picture that a row opens.
 
 Equal drawings of a page are one `<symbol>`, which rows `<use>`. Its id is a hash of the drawing: ids of the pages of a
 notebook are equal only if their drawings are.
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
     from reshard.core.plan.plan import Plan, Route
     from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.view.svg import Picture
 
 _SIZE = (36.0, 20.0, 10.0)
 """The width and height of a thumbnail in a row, and its height if the tensor has one dimension."""
 
 _MOST_CELLS, _LEAST = 64, 2.0
+_ROOM = 60_000  # characters of the pictures of a page: about 30 of eight ranks; rows of further cuts have none
 _HATCHED = 4.5  # the least pixels of a side of a rectangle that is hatched
 
 
@@ -38,6 +40,8 @@ class Thumbnails:
         self._size = size
         self._symbols: dict[str, Markup] = {}
         self._drawn: dict[Hashable, tuple[str, float, str]] = {}
+        self._pictures: dict[Hashable, tuple[str, float, float]] = {}
+        self._room = _ROOM
 
     def of_tensor(self, checkpoint: Checkpoint, tensor: Tensor, title: str) -> Markup:
         """Return the thumbnail of a tensor's blocks; `title` says how it is cut (`cut_words`)."""
@@ -79,6 +83,28 @@ class Thumbnails:
             "svg", tag("title", title or counts), use, class_="cut", role="img", width=self._size[0] + 2, height=height
         )
 
+    def picture(self, key: Hashable, draw: Callable[[], Picture]) -> tuple[str, float, float]:
+        """Return the id, width and height of a picture, or "" and zeros if the page has no room for it.
+
+        Args:
+            key: equal keys are of equal pictures.
+            draw: returns the picture; called once for each key.
+        """
+        if key not in self._pictures:
+            self._pictures[key] = "", 0.0, 0.0
+            if self._room > 0:
+                picture = draw()
+                self._room -= len(picture.drawing)
+                if self._room > 0:
+                    self._pictures[key] = self._symbol(picture.drawing), picture.width, picture.height
+        return self._pictures[key]
+
+    def _symbol(self, drawing: Markup) -> str:
+        """Define a symbol, and return its id."""
+        name = f"reshard-{sha256(drawing.encode()).hexdigest()[:12]}"
+        self._symbols[name] = drawing
+        return name
+
     def _draw(self, side: DrawnSide | None) -> tuple[str, float, str]:
         """Return the id of a symbol, its height and a description."""
         if side is None:
@@ -98,9 +124,7 @@ class Thumbnails:
                 hatches.append(hatch(x0, y0, x1 - x0, y1 - y0, 5))
         lines = tag("g", *blocks, stroke="currentColor", stroke_width=0.5, stroke_opacity=0.4)
         drawing = moved(1, 1, lines, *hatches)
-        name = f"reshard-{sha256(drawing.encode()).hexdigest()[:12]}"
-        self._symbols[name] = drawing
-        return name, frame.height + 2, summary(side)
+        return self._symbol(drawing), frame.height + 2, summary(side)
 
     def symbols(self) -> Markup:
         """Return the definitions of all thumbnails that were returned, for the same page."""

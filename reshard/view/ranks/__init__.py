@@ -65,7 +65,7 @@ class _Table(Arrays):
 
     def _repr_html_(self) -> str:
         table = section("Tensors", _TITLES, self._rows(), tuple, "tensor", opened=True)
-        return str(page(heading("Blocks", self._heading()), table))
+        return str(page(heading("Blocks", self._heading()), table, text=str(self)))
 
     def _heading(self) -> str:
         return f"of one rank of {self.checkpoint.title}"
