@@ -27,7 +27,10 @@ ROOT = {"__init__", "__main__", "dtypes", "environment", "errors", "messages", "
 
 MOST_ROOMS = 10  # of a shelf
 
-DASK_USERS = {"api.writing", "run.executor", "run.graph", "run.layers", "run.run", "view.arrays"}
+DASK_USERS = {
+    "api.writing", "run.clusters.connect", "run.clusters.waking", "run.clusters.where", "run.executor", "run.graph",
+    "run.layers", "run.run", "view.arrays",
+}  # fmt: skip
 
 
 def module_name(path: Path) -> str:

@@ -109,6 +109,19 @@ def refuse_format(target: object, hint: str) -> None:
         raise UsageError(f"{target} is a format; expected a strategy or its file", code="not-a-strategy", hint=hint)
 
 
+def client_of(client: Any, scheduler: Any) -> Any:
+    """Return where to run; `scheduler` is the name that dask has for `client`.
+
+    Raises:
+        UsageError: both are given.
+    """
+    if client is not None and scheduler is not None:
+        raise UsageError(
+            "client and scheduler are two names of one argument", code="two-schedulers", hint="leave scheduler out"
+        )
+    return scheduler if client is None else client
+
+
 def progress_of(
     progress: Callable[[Progress], None] | bool | None,
 ) -> AbstractContextManager[Callable[[Progress], None] | None]:

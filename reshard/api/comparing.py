@@ -43,7 +43,8 @@ def diff(
         relative: the largest relative difference of a tensor that counts as equal, even beyond `tolerance`.
         memory: the most resident memory to use, in bytes or as `"1GB"`.
         threads: the number of threads; by default one for each available processor, at most 4.
-        client: a `distributed.Client`, whose workers read; they must reach the files by the same paths.
+        client: as for `Plan.run`: a cluster, whose workers read by the same paths, or threads; by default the current
+            client, else threads.
         progress: called with bytes read (as `written`) and to be read; True shows a bar.
 
     Returns:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
-from reshard.api.choices import carried_out, selection_of
+from reshard.api.choices import carried_out, client_of, selection_of
 from reshard.api.jobs import job
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.inputs import Selection
@@ -62,7 +62,7 @@ def convert(
     memory: int | str | None = None,
     threads: int | None = None,
     client: Any = None,
-    scheduler: str | Callable[..., Any] | None = None,
+    scheduler: Any = None,
     overwrite: bool = False,
     restart: bool = False,
     progress: Callable[[Progress], None] | bool | None = None,
@@ -139,6 +139,6 @@ def convert(
         dequantize=dequantize,
     )  # fmt: skip
     refuse_unused(conversion.plan, selection, dequantize)
-    running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)
+    running = RunOptions(client=client_of(client, scheduler), threads=threads, overwrite=overwrite, restart=restart)
     warned = source.warnings if isinstance(source, Checkpoint) else ()
     return carried_out(conversion, path, running, progress, warned)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
-from reshard.api.choices import refuse_format, run_plan, selection_of
+from reshard.api.choices import client_of, refuse_format, run_plan, selection_of
 from reshard.api.jobs import planned
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.inputs import Selection, globs
@@ -286,7 +286,7 @@ class Plan:
         directory: AnyName,
         *,
         client: Any = None,
-        scheduler: str | Callable[..., Any] | None = None,
+        scheduler: Any = None,
         threads: int | None = None,
         fsync: bool = True,
         drop_cache: bool | None = None,
@@ -305,13 +305,16 @@ class Plan:
 
         Args:
             directory: where the target files go; made if it does not exist. A local path, or a URL.
-            client: a `distributed.Client`; its workers must reach the source and the target by the same paths. If a
-                worker is lost, its tasks run again elsewhere.
-            scheduler: `threads` (default), `synchronous`, or a function such as `dask.threaded.get`, which is called
-                with the tasks and a key; such a function is given the work at once, so that progress is reported at
-                the end. Not with a client.
-            threads: the number of threads; by default one for each available processor, and at most the `threads` of
-                `reshard.plan` (4 by default), for which the memory was predicted.
+            client: where to run: a `distributed.Client`; a cluster, such as `distributed.LocalCluster`; the address of
+                a scheduler, or its file; `"processes"`, `"threads"` or `"synchronous"` of this machine, or another of
+                dask's words for them; a function such as `dask.threaded.get`, or an executor, with which progress is
+                reported at the end. By default the `scheduler` of dask's configuration; else the current client, if
+                there is one; else threads. Workers must reach the source and the target by the same paths. If one is
+                lost, its tasks run again elsewhere.
+            scheduler: the same as `client`, by the name that dask has for it; give one of them.
+            threads: the number of threads of this process; by default one for each available processor, and at most
+                the `threads` of `reshard.plan` (4 by default), for which the memory was predicted. With `"processes"`,
+                the threads of each.
             fsync: sync every file to disk before it gets its name.
             drop_cache: keep source and target out of the page cache, so that other programs keep their pages; by
                 default if source and target together are larger than memory.
@@ -341,10 +344,11 @@ class Plan:
             reshard.ChangedError: a source file changed while it was read.
             reshard.BudgetError: the disk is full, or has no room for the target; or `memory` is too little.
             reshard.SourceError: a source file changed or cannot be read.
-            reshard.UsageError: options that contradict each other.
+            reshard.UsageError: options that contradict each other, or a client that is none.
+            reshard.ReshardError: the cluster cannot be reached, has had no worker for 30 seconds, or failed.
         """
         options = RunOptions(
-            client=client, scheduler=scheduler, threads=threads, fsync=fsync, drop_cache=drop_cache,
+            client=client_of(client, scheduler), threads=threads, fsync=fsync, drop_cache=drop_cache,
             overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
             server_copy=server_copy,
         )  # fmt: skip

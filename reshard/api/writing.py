@@ -11,7 +11,7 @@ import dask.array as da
 import numpy as np
 
 from reshard.api.asked import OpenOptions, TargetOptions
-from reshard.api.choices import carried_out
+from reshard.api.choices import carried_out, client_of
 from reshard.api.jobs import job, with_format
 from reshard.core.plan.inputs import Selection
 from reshard.dtypes import BY_NAME, INT4, STR
@@ -111,7 +111,7 @@ def write(
     memory: int | str | None = None,
     threads: int | None = None,
     client: Any = None,
-    scheduler: str | Callable[..., Any] | None = None,
+    scheduler: Any = None,
     overwrite: bool = False,
     restart: bool = False,
     progress: Callable[[Progress], None] | bool | None = None,
@@ -166,5 +166,5 @@ def write(
     path = as_place(target)
     options = with_format(options, path, "safetensors" if strategy is not None else "hf")
     conversion = job(source, path, OpenOptions(), options, Selection(), threads=threads)
-    running = RunOptions(client=client, scheduler=scheduler, threads=threads, overwrite=overwrite, restart=restart)
+    running = RunOptions(client=client_of(client, scheduler), threads=threads, overwrite=overwrite, restart=restart)
     return carried_out(conversion, path, running, progress)

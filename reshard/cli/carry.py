@@ -17,6 +17,7 @@ from reshard.cli.terminal import (
     cluster_client,
     print_json,
     print_text,
+    requested_cluster,
     say,
     say_warnings,
     wrote,
@@ -41,7 +42,7 @@ tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
 files), source_files, target_files, tasks, peak_memory, bytes_copied (by the
 store of TARGET), requests (to object stores, about: get, put, copy, post,
 other; null if all files are local), partition,
-read_amplification, seconds (null in a dry run), dropped, missing, left_out (by
+read_amplification, seconds, ran_on (null in a dry run), dropped, missing, left_out (by
 --weights-only, --include and --exclude), changes (of names and values: kind,
 text, tensors, detail), warnings, sampled (what was looked at when SOURCE was
 opened), files: rank, path, nbytes; replicas, links, measured_memory, checksums,
@@ -121,14 +122,15 @@ def _run(plan: Plan, target: Place, running: Running) -> Report:
     """Run a plan, with a progress bar."""
     from reshard.run.executor import import_dask
 
-    if running.cluster is None and click.get_current_context().obj is OWN_PROCESS:
+    cluster = running.cluster or running.scheduler
+    if requested_cluster(cluster) is None and click.get_current_context().obj is OWN_PROCESS:
         import_dask()
     from reshard.run.run import run
 
     checksums = None if running.write_manifest is None else True
     typed = click.get_current_context().meta[TYPED]
     with (
-        cluster_client(running.cluster, running.threads, quiet=running.quiet) as client,
+        cluster_client(cluster, running.threads, quiet=running.quiet) as client,
         progress(quiet=running.quiet) as callback,
     ):
         return run(plan, target, replace(running, client=client, checksums=checksums, command=typed), progress=callback)

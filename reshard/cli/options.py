@@ -30,6 +30,7 @@ from reshard.cli.values import (
     size,
 )
 from reshard.errors import UsageError
+from reshard.run.clusters.names import is_word
 from reshard.run.settings import RunOptions
 from reshard.storage.cipher import MODE, MODES
 
@@ -86,8 +87,9 @@ threads_option = _running(
 )  # fmt: skip
 cluster_option = _running(
     "--cluster", metavar="ADDRESS", callback=cluster_address, envvar="RESHARD_CLUSTER",
-    help="Run on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786; its workers reach SOURCE "
-    "and TARGET by the same paths. With local or local:4 worker processes of this machine are started.",
+    help="Run on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786, or in the file ADDRESS; "
+    "its workers reach SOURCE and TARGET by the same paths. With local or local:4, worker processes of this machine "
+    "are started; threads and synchronous run here.  [default: $DASK_SCHEDULER_ADDRESS, else threads]",
 )  # fmt: skip
 
 
@@ -96,6 +98,7 @@ class Running(RunOptions):
     """How a command runs a plan, and how much it prints."""
 
     cluster: str | None
+    scheduler: str | None
     dry_run: bool
     write_manifest: Place | None
     as_json: bool
@@ -104,7 +107,7 @@ class Running(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cluster and (self.scheduler or (self.threads and not self.cluster.startswith("local"))):
+        if self.cluster and (self.scheduler or (self.threads and not is_word(self.cluster))):
             typed = "--scheduler" if self.scheduler else "--threads"
             raise UsageError(
                 f"{typed} is for this machine; the workers of {self.cluster} have their own",
@@ -147,8 +150,7 @@ run_options = record(
     ),
     threads_option,
     _running(
-        "--scheduler", type=click.Choice(["threads", "synchronous"]),
-        help="Scheduler of the dask graph.  [default: threads]",
+        "--scheduler", hidden=True, callback=cluster_address, help="The same as --cluster, by dask's name.",
     ),
     cluster_option,
     json_option,

@@ -47,7 +47,7 @@ OPTIONS = Words(
         "against": ("--against SOURCE",),
         "allow_missing": ("--allow-missing", "--allow-missing '{}'"),
         "cast": ("--cast", "--cast {}={}"),
-        "client": ("--cluster",),
+        "client": ("--cluster", "--cluster {}"),
         "drop": ("--drop '{}'",),
         "key": _KEY,
         "layout": ("--layout", "--layout '{}={}'"),
@@ -69,6 +69,8 @@ OWN_PROCESS = "reshard.own"
 """The `obj` of click's context if the process runs the command alone."""
 DEBUG = "reshard.debug"
 WROTE = "reshard.wrote"
+ON_CLUSTER = "reshard.cluster"
+"""Whether workers of a cluster execute the command."""
 JSON, ANSWERED = "reshard.json", "reshard.answered"
 """Whether a JSON object was requested, and whether it was printed."""
 REPORTED = "reshard.reported"
@@ -103,8 +105,10 @@ def stopping() -> Iterator[None]:
     stopped: list[_Stopped] = []
 
     def stop(signum: int, _frame: FrameType | None) -> NoReturn:
+        ctx = click.get_current_context(silent=True)
+        on_cluster = ctx is not None and ON_CLUSTER in ctx.meta
         for number in before:  # a second signal must not disturb the cleanup or the exit code
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, _end_at_once if on_cluster else signal.SIG_IGN)
         stopped.append(_Stopped(signum))
         raise stopped[0]
 
@@ -130,6 +134,12 @@ def stopping() -> Iterator[None]:
     finally:
         for number, old in before.items():  # `stop_at_once` says "nothing was written", which may be false by now
             signal.signal(number, signal.SIG_DFL if old is stop_at_once else old)
+
+
+def _end_at_once(signum: int, _frame: FrameType | None) -> NoReturn:
+    """End the process, whose cleanup waits for a worker that may never answer."""
+    os.write(2, b"ended without waiting for the workers; the same command resumes\n")
+    os._exit(128 + signum)
 
 
 def wrote() -> None:
@@ -404,14 +414,27 @@ def called_as() -> str:
 
 @contextmanager
 def cluster_client(cluster: str | None, threads: int | None, *, quiet: bool) -> Iterator[Any]:
-    """Yield a client of the cluster, or None if no cluster is requested."""
-    if cluster is None:
+    """Yield where to run, as `client` of `reshard.Plan.run`.
+
+    The scheduler that dask's environment variable names is the current client, which a command may do without.
+    """
+    if not requested_cluster(cluster):
         yield None
         return
-    from reshard.run.executor import connected
+    from reshard.run.clusters.where import located
 
-    with connected(cluster, threads) as client:
+    with located(requested_cluster(cluster), threads) as where:
+        if where.client is None:
+            yield where
+            return
+        click.get_current_context().meta[ON_CLUSTER] = True
         if not quiet:
-            workers = len(client.scheduler_info(n_workers=-1)["workers"])
-            say(f"cluster: {workers} worker{'s' * (workers != 1)}; dashboard: {client.dashboard_link}")
-        yield client
+            workers = len(where.client.nthreads())
+            say(f"cluster: {workers} worker{'s' * (workers != 1)}; dashboard: {where.client.dashboard_link}")
+        with nullcontext() if cluster else where.client.as_current():
+            yield where if cluster else None
+
+
+def requested_cluster(cluster: str | None) -> str | None:
+    """Return the cluster of the option, else of dask's environment variable."""
+    return cluster or os.environ.get("DASK_SCHEDULER_ADDRESS") or None

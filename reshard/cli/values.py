@@ -16,6 +16,7 @@ from reshard.dtypes import by_name
 from reshard.errors import Faults, UsageError
 from reshard.formats.sets import CHECKPOINT2_NAME, OTHER_WORDS, TO
 from reshard.layout.block import LONGEST_NAME
+from reshard.run.clusters.names import is_address, is_word
 from reshard.sizes import parse_size
 from reshard.storage.cipher import Cipher, read_key
 from reshard.storage.places import as_place
@@ -146,10 +147,10 @@ def read_name_map(_ctx: click.Context, _param: click.Parameter, path: Path | Non
 
 
 def cluster_address(_ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """Check the address of a cluster."""
-    if value is not None and not re.fullmatch(r"local(?::[1-9][0-9]{0,3})?|(?!local)[a-z]+://\S+", value):
+    """Check the address or the file of a cluster, or the word for a scheduler of dask."""
+    if value is not None and not (is_word(value) or is_address(value) or Path(value).is_file()):
         raise click.BadParameter(
-            f"{value!r} is not a cluster, such as tcp://10.0.0.1:8786, local or local:4", param=param
+            f"{value!r} is not a cluster, such as tcp://10.0.0.1:8786, a scheduler file, local or local:4", param=param
         )
     return value
 

@@ -52,7 +52,7 @@ from reshard.storage.places import as_place, can
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard.core.plan.plan import Plan
     from reshard.expressions.assigned import FromArray, Key
@@ -92,7 +92,7 @@ def graph(plan: Plan, directory: AnyName, *, fsync: bool, overwrite: bool, parti
         locks.take([file.path for file in plan.files])  # another run may write them
         locks.release()
     # It may be computed in several processes.
-    return Graph(plan, root, TaskOptions(fsync=fsync, multi_process=True))
+    return Graph(plan, root, TaskOptions(fsync=fsync, multi_process=True, wakes=True))
 
 
 class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
@@ -389,4 +389,15 @@ def _reported(results: Sequence[Sequence[Receipt]], empty: Report, began: float,
         seconds=time.time() - began,
         receipts=receipts,
         peak_memory=peak_memory(uncounted),
+        ran_on=_workers_text({receipt.worker for receipt in receipts if receipt.worker}),
     )
+
+
+def _workers_text(workers: Collection[str]) -> str:
+    """Describe the threads that executed a graph, each as `HOST:PID THREAD`.
+
+    >>> _workers_text({"a:1 x", "a:1 y"}), _workers_text({"a:1 x", "b:1 x"})
+    ('2 threads', '2 processes (2 threads)')
+    """
+    processes, threads = {worker.partition(" ")[0] for worker in workers}, counted(len(workers), "thread")
+    return threads if len(processes) < 2 else f"{counted(len(processes), 'process')} ({threads})"

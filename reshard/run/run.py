@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from reshard import environment
 from reshard.core.plan.partition import partitioned
 from reshard.run.beside import older_files, refuse_other_ranks
-from reshard.run.executor import check_workers, execute
+from reshard.run.clusters.where import located
+from reshard.run.clusters.workers import check_workers
+from reshard.run.executor import execute
 from reshard.run.graph import Graph
 from reshard.run.prefetch import Prefetch
 from reshard.run.preflight import check_target
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reshard.core.plan.plan import Plan
+    from reshard.run.clusters.where import Where
     from reshard.run.settings import RunOptions
     from reshard.storage.places import AnyName
 
@@ -45,6 +48,13 @@ def run(
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Write the target files of a plan; see `reshard.Plan.run`."""
+    with located(options.client, options.threads) as where:
+        return _run(plan, directory, options, where, progress)
+
+
+def _run(
+    plan: Plan, directory: AnyName, options: RunOptions, where: Where, progress: Callable[[Progress], None] | None
+) -> Report:
     began = time.perf_counter()
     root = str(as_place(directory).real())
     plan = partitioned(plan, options.partition, root, server_copy=options.server_copy)
@@ -56,12 +66,14 @@ def run(
         refuse_other_ranks(plan, root, older)
     check_sources(plan, None)
     local_store().drop_glances({file.path for file in plan.source.files})
-    client, get = options.client, options.scheduler if callable(options.scheduler) else None
-    threads = _threads(options, plan.threads)
+    threads = (
+        0 if where.is_synchronous else min(environment.threads(options.threads) or processor_count(), plan.threads)
+    )
     drop_cache = options.drop_cache
     if drop_cache is None:
         drop_cache = plan.stats.bytes_read + plan.stats.target_bytes > _memory()
-    cached = "" if client is None else check_workers(plan, root, client)
+    cached = "" if where.client is None else check_workers(plan, root, where.client)
+    ran_on = where.text(threads)
     session = Session(plan, root, options, threads=threads, older=older)
     checksums = options.fsync and options.ledger if options.checksums is None else options.checksums
     # Encoded and encrypted files have other bytes on the disk; of linked files no bytes are written.
@@ -69,10 +81,10 @@ def run(
     task_options = TaskOptions(
         options.fsync,
         drop_cache,
-        multi_process=client is not None or get is not None,
+        multi_process=where.is_elsewhere,
         checksums=checksums,
         cached=cached,
-        sentinel=_lock_of(root) if client else "",
+        sentinel=_lock_of(root) if where.client is not None else "",
     )
     reporter = _Reporter(plan.stats.bytes_written, progress, began, session)
     try:
@@ -80,9 +92,9 @@ def run(
         graph = Graph(session.plan, root, _with_prefetch(task_options, session.plan, threads))
         made = None
         if graph.has_arrays:  # chunks that are computed while files are created would fill the memory
-            made = execute(graph.creating(), graph.created, graph.run, threads, reporter.add, client=client, get=get)
-        receipts = execute(graph.work(made), graph.ready, graph.run, threads, reporter.add, client=client, get=get)
-        if client is not None or get is not None:
+            made = execute(graph.creating(), graph.created, graph.run, threads, reporter.add, where)
+        receipts = execute(graph.work(made), graph.ready, graph.run, threads, reporter.add, where)
+        if where.is_elsewhere:
             check_sources(graph.plan, None)  # other processes may have missed a change
         receipts = execute(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
@@ -97,7 +109,7 @@ def run(
     finally:
         session.close()
         # Evict bytes that were read ahead and not used; on a cluster, tasks evict the source files themselves.
-        drop_sources(plan, plan.transfers if drop_cache and client is None else (), any_store())
+        drop_sources(plan, plan.transfers if drop_cache and where.client is None else (), any_store())
         local_store().close()
         store_of(plan.source.coding).close()
         pool.reset()
@@ -110,6 +122,7 @@ def run(
         removed=session.removed,
         warnings=plan.warnings,
         bytes_copied=sum(receipt.bytes_copied for receipt in receipts),
+        ran_on=ran_on,
     )
 
 
@@ -118,13 +131,6 @@ def _with_prefetch(options: TaskOptions, plan: Plan, threads: int) -> TaskOption
     if options.drop_cache or options.multi_process:
         return options
     return options._replace(prefetch=Prefetch(plan, threads))
-
-
-def _threads(options: RunOptions, most: int) -> int:
-    """Return the number of threads; 0 means the calling thread."""
-    if options.scheduler == "synchronous":
-        return 0
-    return min(environment.threads(options.threads) or processor_count(), most)
 
 
 def _memory() -> int:

@@ -45,7 +45,6 @@ class RunOptions:
     """
 
     client: Any = None
-    scheduler: str | Callable[..., Any] | None = None
     threads: int | None = None
     fsync: bool = True
     drop_cache: bool | None = None
@@ -58,19 +57,6 @@ class RunOptions:
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.client, str):
-            raise UsageError(
-                f"client is {self.client!r}; expected a distributed.Client",
-                code="wrong-type",
-                hint=f"pass client=distributed.Client({self.client!r})",
-            )
-        if callable(self.scheduler):
-            if self.client is not None:
-                raise UsageError("a client is a scheduler, and another is given", code="two-schedulers")
-        elif self.scheduler not in {None, "threads", "synchronous"}:
-            raise UsageError(
-                f"scheduler is {self.scheduler!r}; expected 'threads' or 'synchronous'", code="unknown-scheduler"
-            )
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"threads is {self.threads}; expected at least 1", code="out-of-range")
 
@@ -94,6 +80,7 @@ class TaskOptions(NamedTuple):
             written, as by one process, and not by every task that wrote into them.
         run: the identifier of the run; set by the graph.
         sentinel: a file in the target directory that every writing process must see; empty if there is none.
+        wakes: dask computes the graph itself, so its tasks see to it that a scheduler which loses a worker goes on.
     """
 
     fsync: bool = True
@@ -105,6 +92,7 @@ class TaskOptions(NamedTuple):
     cached: str = ""
     run: str = ""
     sentinel: str = ""
+    wakes: bool = False
 
 
 class Progress(NamedTuple):
@@ -197,6 +185,7 @@ class Report(NamedTuple):
         bytes_copied: bytes of the target files that their store copied from source files; they were not read here, and
             not included in `bytes_written`.
         predicted_memory: the peak that the plan predicted, in bytes.
+        ran_on: where the tasks ran, such as `4 threads` or `cluster tcp://10.0.0.1:8786 (2 workers, 8 threads)`.
     """
 
     directory: str
@@ -221,6 +210,7 @@ class Report(NamedTuple):
     warnings: tuple[str, ...] = ()
     bytes_copied: int = 0
     predicted_memory: int = 0
+    ran_on: str = ""
 
     def manifest(self) -> Manifest:
         """Return the manifest of the target files, without reading them if possible.

@@ -19,6 +19,7 @@ from reshard.core.plan.uploads.copies import needed_pieces
 from reshard.core.plan.uploads.sending import reserve
 from reshard.errors import SourceError, TargetError
 from reshard.formats.entries import merged
+from reshard.run.clusters.waking import wake_after_losses
 from reshard.run.engine import Moved, move_pieces
 from reshard.run.settings import Receipt, TaskOptions, timed
 from reshard.run.sums import in_files, longest, sum_of
@@ -64,6 +65,8 @@ def _working(options: TaskOptions, directory: str, written: Iterable[str] = ()) 
     sends the bytes to the server of a network file system. Also, a handle left open would still point to the old file
     after a later run replaces it.
     """
+    if options.wakes:
+        wake_after_losses()
     live_runs.add(options.run, 1)
     try:
         live_runs.check_cancelled(options.run)

@@ -240,6 +240,7 @@ def report_html(report: Report) -> str:
             ("time", f"{report.seconds:.2f} s", f"{bytes_text(rate)}/s"),
             ("memory", bytes_text(report.peak_memory), f"at the peak; {bytes_text(report.predicted_memory)} predicted"),
         ),
+        note(f"ran on {report.ran_on}"),
         section("Files", ("file",), report.files, lambda path: (path,), "file"),
         tasks_section(report),
         *_dropped_and_missing(report),

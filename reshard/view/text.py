@@ -396,8 +396,7 @@ def report_text(
         target = printable(near(report.directory))
         first = f"nothing is left to do: {_written_text(plan)} in {target}, finished by an earlier run"
     else:
-        whole = not (report.resumed or report.finished)
-        nbytes = bytes_text(report.target_bytes if whole else report.bytes_written)
+        nbytes = bytes_text(report.bytes_written if report.resumed or report.finished else report.target_bytes)
         first = f"{_written(plan, report.directory, write='wrote', link='linked')}   {nbytes} in {report.seconds:.2f} s"
     facts = [_checked_text(plan, report)]
     if report.resumed and report.finished < len(report.files):
@@ -432,18 +431,19 @@ def _checked_text(plan: Plan, report: Report) -> str:
         elif report.checksums is not None and not any(receipt.bytes_kept for receipt in report.receipts):
             parts.append("every block checksummed")
         parts.append(f"peak memory {bytes_text(report.peak_memory)}")
+    if report.ran_on.startswith("cluster "):
+        parts.append(f"ran on {report.ran_on}")
     return "; ".join(parts)
 
 
 def _details(plan: Plan, report: Report) -> Iterator[str]:
     """Yield the additional lines of `verbose`."""
     rate = f" ({bytes_text(report.bytes_written / report.seconds)}/s)" if report.seconds else ""
-    written = f"{bytes_text(report.bytes_written)} of contents in {report.seconds:.2f} s{rate}"
+    written = f"{bytes_text(report.bytes_written)} of contents in {report.seconds:.2f} s{rate}, on {report.ran_on}"
     yield f"read {bytes_text(report.bytes_read)} from {count_text(report.source_files, 'file')}, wrote {written}"
     replicas = f"{count_text(report.replicas, 'replica')} of blocks" if report.replicas else ""
     links = f"{count_text(report.links, 'file')} linked" if report.links else ""
-    if replicas or links:
-        yield ", ".join(filter(None, (replicas, links)))
+    yield from filter(None, [", ".join(filter(None, (replicas, links)))])
     yield from (Text("left out ", text) for text in _left_out(plan))
     if report.dropped:
         yield f"dropped, because the target does not have it: {list_text(report.dropped)}"

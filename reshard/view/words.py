@@ -328,6 +328,7 @@ def plan_data(
         "partition": "file" if plan.by_file else "tensor",
         "read_amplification": plan.stats.read_amplification,
         "seconds": report and report.seconds,
+        "ran_on": report and report.ran_on,
         **fields_data(plan, "dropped", "missing", "left_out"),
         "changes": plain(changes_of(plan)),
         "warnings": plain(plan.warnings),

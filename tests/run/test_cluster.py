@@ -31,8 +31,8 @@ from reshard.core.plan import budget
 from reshard.core.plan import partition as tasks_of
 from reshard.core.plan.plan import file_digests
 from reshard.errors import ReshardError, SourceError, TargetError
-from reshard.run import executor as reshard_cluster
-from reshard.run import graph, tasks
+from reshard.run import executor, graph, tasks
+from reshard.run.clusters import connect, waking, workers
 from reshard.run.settings import TaskOptions
 from reshard.storage.local import _LocalSink
 from reshard.storage.page_cache import cache_of
@@ -175,10 +175,10 @@ def test_workers_of_one_machine_sync_at_the_end(
     """Every task would wait for the disk, and every file be synced many times; elsewhere nobody else can do it."""
     root = str(tmp_path)
     plan = replace(made._record, digests=tuple(file_digests(made._record)))
-    here = reshard_cluster.check_workers(plan, root, wired[1])
+    here = workers.check_workers(plan, root, wired[1])
     assert here == cache_of(root) != ""
-    monkeypatch.setattr(reshard_cluster, "cache_of", lambda _directory: "this process")
-    assert reshard_cluster.check_workers(plan, root, wired[1]) == ""
+    monkeypatch.setattr(workers, "cache_of", lambda _directory: "this process")
+    assert workers.check_workers(plan, root, wired[1]) == ""
     for cached, waited in ((here, 0), ("another machine", len(plan.files)), ("", len(plan.files))):
         how = TaskOptions(multi_process=True, cached=cached)
         tasks.create_files(plan, range(len(plan.files)), root, how)
@@ -203,7 +203,7 @@ def test_a_failure_on_a_worker_leaves_nothing(
     plan = reshard.plan(reshard.open(tmp_path / "src", strategy=BEFORE), AFTER)
     path = Path(plan._record.source.files[7].path)
 
-    check_workers = reshard_cluster.check_workers
+    check_workers = workers.check_workers
 
     def then_cut(*given: Any) -> str:
         cached = check_workers(*given)
@@ -270,7 +270,7 @@ def lose_wakes(dask_scheduler: Any) -> None:
 @pytest.mark.parametrize("done", [1, 20])
 def test_a_scheduler_that_forgot_its_queue_is_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int) -> None:
     """At the beginning, and after it was woken many times while its worker was busy."""
-    monkeypatch.setattr(reshard_cluster, "WOKEN_AFTER", 0.02)
+    monkeypatch.setattr(waking, "WOKEN_AFTER", 0.02)
     with cluster(tmp_path, 1) as one, client_of(one.address, 1) as client:
         results: list[int] = []
 
@@ -279,7 +279,7 @@ def test_a_scheduler_that_forgot_its_queue_is_woken(tmp_path: Path, monkeypatch:
             if len(results) == done:
                 client.run_on_scheduler(lose_wakes)
 
-        reshard_cluster.map_tasks(nap, 0.06, range(done + 6), threads=1, client=client, on_result=add)
+        executor.map_tasks(nap, 0.06, range(done + 6), threads=1, client=client, on_result=add)
     assert sorted(results) == list(range(done + 6))
 
 
@@ -366,7 +366,7 @@ def test_a_worker_that_came_late_and_sees_another_target_writes_nothing(
         (tmp_path / "out" / ".reshard" / "lock").unlink()
         return execute(*arguments, **options)
 
-    execute = reshard_cluster.execute
+    execute = executor.execute
     monkeypatch.setattr("reshard.run.run.execute", unseen)
     with refused(TargetError, "different-directory", tmp_path / "out"):
         made.run(tmp_path / "out", client=wired[1])
@@ -374,26 +374,26 @@ def test_a_worker_that_came_late_and_sees_another_target_writes_nothing(
 
 
 def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(reshard_cluster, "REACHED_WITHIN", 1)
+    monkeypatch.setattr(connect, "REACHED_WITHIN", 1)
     began = time.monotonic()
     with (
         refused(ReshardError, "not-reachable", "tcp://127.0.0.1:9", "1 s"),
-        reshard_cluster.connected("tcp://127.0.0.1:9"),
+        connect.connected("tcp://127.0.0.1:9"),
     ):
         pass
-    with refused(ReshardError, "not-reachable", "nowhere://x"), reshard_cluster.connected("nowhere://x"):
+    with refused(ReshardError, "not-reachable", "nowhere://x"), connect.connected("nowhere://x"):
         pass
     with (
         cluster(tmp_path, 0) as one,
         refused(ReshardError, "no-workers", "1 s", "dask worker tcp"),
-        reshard_cluster.connected(one.address),
+        connect.connected(one.address),
     ):
         pass
     assert time.monotonic() - began < 20
     monkeypatch.setitem(sys.modules, "distributed", None)
     with (
         refused(ReshardError, "library-missing", "pip install 'reshard[distributed]'"),
-        reshard_cluster.connected("local"),
+        connect.connected("local"),
     ):
         pass
 
@@ -425,13 +425,13 @@ def test_a_run_that_is_given_up_settles() -> None:
     live_runs.add("one", 1)
     try:
         with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 0.2))
-        asyncio.run(asyncio.wait_for(reshard_cluster.settled("another"), 1))
+            asyncio.run(asyncio.wait_for(workers.settled("one"), 0.2))
+        asyncio.run(asyncio.wait_for(workers.settled("another"), 1))
         with refused(ReshardError, "cancelled"):
             live_runs.check_cancelled("one")
     finally:
         live_runs.add("one", -1)
-    asyncio.run(asyncio.wait_for(reshard_cluster.settled("one"), 1))
+    asyncio.run(asyncio.wait_for(workers.settled("one"), 1))
 
 
 @pytest.mark.slow

@@ -421,8 +421,8 @@ def test_a_plan_with_nothing_to_move_makes_its_files_first(tmp_path: Path) -> No
 
 def test_unknown_schedulers_and_no_threads(source: reshard.Checkpoint, tmp_path: Path) -> None:
     made = reshard.plan(source, TARGET)
-    with refused(UsageError, "unknown-scheduler", "'processes'"):
-        made.run(tmp_path / "out", scheduler="processes")
+    with refused(UsageError, "unknown-scheduler", "'quick'"):
+        made.run(tmp_path / "out", scheduler="quick")
     with refused(UsageError, "out-of-range", "threads is 0"):
         made.run(tmp_path / "out", threads=0)
 
