@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from reshard.errors import ReshardError
-from reshard.run.clusters.waking import NO_WORKERS_AFTER, waking
+from reshard.run.clusters import waking
 from reshard.run.clusters.where import Where, located
 from reshard.run.clusters.workers import settled
 from reshard.storage.threads import live_runs, map_ordered, uninterrupted
@@ -161,7 +161,10 @@ def map_tasks(
     """
     with located(client, threads) as where:
         if where.client is not None:
-            shared_on_workers = where.client.scatter(shared, hash=False)
+            try:
+                shared_on_workers = where.client.scatter(shared, hash=False, timeout=waking.NO_WORKERS_AFTER)
+            except TimeoutError:
+                raise _no_workers(where.client) from None
             futures = [where.client.submit(function, shared_on_workers, task, pure=False) for task in tasks]
             _gather(where.client, futures, lambda _, result: on_result(result))
         elif where.get is not None:
@@ -209,10 +212,7 @@ def _gather(
             report((future.key, result))
             pending -= 1
         if has_no_workers:
-            raise ReshardError(
-                f"the cluster has had no worker for {NO_WORKERS_AFTER:.0f} s", code="no-workers",
-                hint=f"start workers, such as with dask worker {client.scheduler.address}, and start again",
-            )  # fmt: skip
+            raise _no_workers(client)
         if pending:
             raise ReshardError("the cluster ended before the work was done", code="cluster-ended")
 
@@ -234,7 +234,7 @@ def _gather(
         completed.clear()
 
     try:
-        with waking(client, end), _seceded():
+        with waking.kept_awake(client, end), _seceded():
             uninterrupted(work, add, cancel)
     except BaseException as error:
         with suppress(Exception):  # the cluster may be gone
@@ -244,6 +244,14 @@ def _gather(
             raise
         reason = str(error) or type(error).__name__
         raise ReshardError("the cluster failed", code="cluster-failed", facts=[reason]) from error
+
+
+def _no_workers(client: Any) -> ReshardError:
+    return ReshardError(
+        f"the cluster has had no worker for {waking.NO_WORKERS_AFTER:.0f} s",
+        code="no-workers",
+        hint=f"start workers, such as with dask worker {client.scheduler.address}, and start again",
+    )
 
 
 @contextmanager

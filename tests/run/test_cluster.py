@@ -21,7 +21,7 @@ import pytest
 from checkpoints import numbers, tree, write_ranks
 from clusters import Wire, client_of, cluster, count_plans, nap, plans_counted
 from commands import heed_signals, interruptible
-from refusals import refused
+from refusals import failed, refused
 from remotes import get
 from samples import one_in, slow
 
@@ -465,3 +465,132 @@ def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, partition: str
     assert "Traceback" not in said
     assert said.count("\n") == 2  # the dashboard, and the end
     assert not list((tmp_path / "out").rglob("*"))
+
+
+def test_a_run_without_workers_fails(
+    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler would wait for a worker for ever; what was written is resumed."""
+    monkeypatch.setattr(waking, "NO_WORKERS_AFTER", 0.5)
+    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
+
+        def kill(event: Any) -> None:
+            if event.written > event.total // 3:
+                for worker in one.workers:
+                    worker.kill()
+
+        began = time.monotonic()
+        with refused(ReshardError, "no-workers", one.address) as caught:
+            made.run(tmp_path / "out", client=client, progress=kill)
+        assert caught.value.exit_code == 1
+        assert time.monotonic() - began < 20
+        with refused(ReshardError, "no-workers", one.address):
+            reshard.open(made._record.source.root, strategy=BEFORE).stats(client=client)
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    made.run(tmp_path / "out")
+    assert tree(tmp_path / "out") == expected
+
+
+@pytest.mark.slow
+def test_a_worker_that_comes_late_is_waited_for(made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """A client may be given before its cluster has workers, as one of a batch system."""
+    from distributed import Client
+
+    with cluster(tmp_path, 0) as one, Client(one.address, set_as_default=False) as client:
+        threading.Timer(2, one.add_worker).start()
+        assert made.run(tmp_path / "out", client=client).bytes_written == made.stats.bytes_written
+    assert tree(tmp_path / "out") == expected
+
+
+def slow_sums() -> None:
+    """On a worker: take so long, once all bytes are moved, that there is time for something else."""
+    real: Any = tasks.crcs_of_files
+
+    def crcs_of_files(*arguments: Any) -> Any:
+        time.sleep(2)
+        return real(*arguments)
+
+    tasks.crcs_of_files = crcs_of_files
+
+
+@pytest.mark.slow
+def test_a_graph_of_dask_goes_on_when_a_worker_is_lost(
+    made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """All tasks have to be done again, and none of those that are left tells the scheduler to look at its queue."""
+    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
+        client.run(slow_sums)
+        future = client.compute(made.graph(tmp_path / "out"))
+        running: list[str] = []
+        while not running:
+            assert not future.done()
+            running = [
+                client.scheduler_info(n_workers=-1)["workers"][worker]["name"]
+                for worker, keys in client.processing().items()
+                if any("-crcs-" in key for key in keys)
+            ]
+        one.workers[int(running[0].removeprefix("worker-"))].kill()
+        assert future.result(timeout=60).bytes_written == made.stats.bytes_written
+    assert tree(tmp_path / "out") == expected
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_command_whose_worker_hangs(made: reshard.Plan, tmp_path: Path) -> None:
+    """The first one cancels the run, and waits for the worker, which may write into the target."""
+    reshard.write_strategy(BEFORE, tmp_path / "before.ckpt")
+    reshard.write_strategy(AFTER, tmp_path / "after.ckpt")
+    with cluster(tmp_path, 1) as one, client_of(one.address, 1) as client:
+        client.run(slow_writes)
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "reshard", "convert", made._record.source.root, "out",
+                "--source-strategy", "before.ckpt", "--target-strategy", "after.ckpt", "--cluster", one.address,
+            ],
+            cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals,  # noqa: PLW1509
+        )  # fmt: skip
+        assert process.stderr is not None
+        while not list(tmp_path.glob("out/rank_*/*.partial")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        one.workers[0].send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert time.monotonic() - began < 2
+        assert "Traceback" not in process.stderr.read()
+        process.stderr.close()
+
+
+FILES = ("ca-file", "client.cert", "client.key")
+
+
+def test_an_encrypted_connection_needs_a_certificate(made: reshard.Plan, tmp_path: Path) -> None:
+    security = pytest.importorskip("distributed").Security
+    pytest.importorskip("cryptography")
+    import dask
+    from distributed import LocalCluster
+
+    reshard.write_strategy(BEFORE, tmp_path / "before.ckpt")
+    strategy = tmp_path / "before.ckpt"
+    failed(
+        1, "no-certificate", "stats", made._record.source.root, "--source-strategy", strategy, "--cluster",
+        "tls://127.0.0.1:9", places=("distributed.comm.tls",),
+    )  # fmt: skip
+    missing = {f"distributed.comm.tls.{name}": str(tmp_path / "none.pem") for name in FILES}
+    with dask.config.set(missing), refused(ReshardError, "no-certificate"):
+        made.run(tmp_path / "out", client="tls://127.0.0.1:9")
+    assert not (tmp_path / "out").exists()
+    temporary = security.temporary()
+    for name, content in zip(
+        FILES, (temporary.tls_ca_file, temporary.tls_client_cert, temporary.tls_client_key), strict=True
+    ):
+        (tmp_path / name).write_text(content)
+    with LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0", security=temporary) as local:
+        address = local.scheduler_address
+        assert address.startswith("tls://")
+        assert address in made.run(tmp_path / "a", client=local).ran_on
+        with dask.config.set({f"distributed.comm.tls.{name}": str(tmp_path / name) for name in FILES}):
+            assert address in made.run(tmp_path / "b", client=address).ran_on

@@ -101,7 +101,7 @@ def test_in_words(plan: reshard.Plan, report: Report, tmp_path: Path) -> None:
     following = "next: reshard verify dst"
     assert report_text(plan._record, report, "reshard verify dst") == short + following
     assert report_text(plan._record, report, "reshard verify dst", verbose=True) == (
-        short + "  read 260 B from 4 files, wrote 528 B of contents in 0.50 s (1.1 kB/s)\n"
+        short + f"  read 260 B from 4 files, wrote 528 B of contents in 0.50 s (1.1 kB/s), on {report.ran_on}\n"
         "  5 replicas of blocks\n"
         "  dropped, because the target does not have it: 1 name: adam_m.w\n"
         "  missing, because the source does not have it: 1 name: adam_v.w\n"

@@ -27,7 +27,7 @@ NO_WORKERS_AFTER = 30.0
 
 
 @contextmanager
-def waking(client: Any, on_no_workers: Callable[[], object]) -> Iterator[None]:
+def kept_awake(client: Any, on_no_workers: Callable[[], object]) -> Iterator[None]:
     """Let the scheduler look at its queue every few seconds, by a task that does nothing; log workers that are lost.
 
     Args:
