@@ -2,12 +2,13 @@
 
 The chunks of an array are the blocks of its tensor. A run on a local file system adds the array's tasks to its own
 graph, and its tasks get the chunks that they write (`Needed`, `given`). In every other case (files that are written
-from the first byte to the last, verification, arrays) a chunk is computed when its bytes are read, and each thread
-keeps the last chunk.
+from the first byte to the last, averages, verification, arrays) a chunk is computed when its bytes are read, and each
+thread keeps the last chunk. Workers of a cluster do so too; then the array itself is sent to them (`carrying`).
 """
 
 from __future__ import annotations
 
+import pickle
 import threading
 from bisect import bisect_left, bisect_right
 from contextlib import contextmanager
@@ -43,9 +44,14 @@ Key = tuple[Any, ...]
 
 
 class _ThreadChunks(threading.local):
-    """The chunks of a thread: the ones that `given` set, and the last one that it computed."""
+    """The chunks of a thread: the ones that `given` set, and the last one that it computed.
+
+    Attributes:
+        carries: whether the thread pickles arrays as a whole.
+    """
 
     def __init__(self) -> None:
+        self.carries = False
         self.given: Mapping[Key, Any] = {}
         self.last: tuple[Key, Any] = ((), None)
 
@@ -63,6 +69,7 @@ class FromArray:
         key: the name of the array in dask, which is unique.
         edges: for each dimension, the begins of its chunks, and its extent.
         dtype: the dtype of the elements.
+        is_carried: it came from another process with its array, and goes on with it: workers send plans to each other.
     """
 
     name: str
@@ -70,6 +77,7 @@ class FromArray:
     key: str
     edges: tuple[tuple[int, ...], ...]
     dtype: DType
+    is_carried: bool = False
 
     @classmethod
     def of(cls, name: str, array: Any, dtype: DType) -> FromArray:
@@ -148,7 +156,7 @@ class FromArray:
                 if self.array is None:
                     raise SourceError(
                         f"assigned array {self.name!r} cannot be computed in another process",
-                        code="array-not-here", hint="run it without a cluster, or write it to local files",
+                        code="array-not-here", hint="write it first, or run without a cluster",
                     )  # fmt: skip
                 _chunks.last = ((), None)  # only one is held
                 array = self.array.blocks[at] if at else self.array
@@ -172,8 +180,36 @@ class FromArray:
         return f"array {self.key} {self.edges} {self.dtype}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the expression without its array; another process gets chunks by `given`."""
-        return FromArray, (self.name, None, self.key, self.edges, self.dtype)
+        """Pickle the expression, with its array inside `carrying` only; else another process gets chunks by `given`."""
+        pickled = None
+        if (_chunks.carries or self.is_carried) and self.array is not None:
+            import cloudpickle  # dask brings it
+
+            try:
+                pickled = cloudpickle.dumps(self.array)
+            except Exception as error:
+                raise SourceError(
+                    f"assigned array {self.name!r} cannot be sent to another process", code="array-not-here",
+                    facts=[f"{type(error).__name__}: {error}"], hint="write it first, or run without a cluster",
+                ) from error  # fmt: skip
+        return _unpickled, (self.name, pickled, self.key, self.edges, self.dtype)
+
+
+def _unpickled(
+    name: str, pickled: bytes | None, key: str, edges: tuple[tuple[int, ...], ...], dtype: DType
+) -> FromArray:
+    array = None if pickled is None else pickle.loads(pickled)  # noqa: S301 -- from `FromArray.__reduce__`
+    return FromArray(name, array, key, edges, dtype, is_carried=array is not None)
+
+
+@contextmanager
+def carrying() -> Iterator[None]:
+    """Pickle assigned arrays as a whole in this thread, for processes that are given no chunks."""
+    _chunks.carries = True
+    try:
+        yield
+    finally:
+        _chunks.carries = False
 
 
 @contextmanager
@@ -239,8 +275,8 @@ def reads_arrays(coding: object) -> bool:
     return any(map(reads_arrays, {op.checkpoint.coding for each in _expressions(coding) for op in each.operands}))
 
 
-def not_given(plan: Plan, *, by_file: bool) -> list[str]:
-    """Return the names of the assigned arrays of which a plan's tasks need more than the chunks that they are given.
+def not_given(plan: Plan, *, by_file: bool) -> list[FromArray]:
+    """Return the assigned arrays of which a plan's tasks need more than the chunks that they are given.
 
     Args:
         plan: the plan.
@@ -253,7 +289,7 @@ def not_given(plan: Plan, *, by_file: bool) -> list[str]:
             span = block_at(source.coding, source.files[at.file].path, at.runs[0][0]) if at.runs else None
             if span is not None and (by_file or not isinstance(span.expression, FromArray)):
                 _collect(span.expression, seen)
-    return [each.name for each in seen if isinstance(each, FromArray)]
+    return [each for each in seen if isinstance(each, FromArray)]
 
 
 def _collect(expression: Expression, seen: set[Expression]) -> None:

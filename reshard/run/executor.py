@@ -10,12 +10,14 @@ sends it to one worker; the other workers fetch it from there. Tasks refer to it
 from __future__ import annotations
 
 import sys
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from reshard.errors import ReshardError
 from reshard.run.clusters import waking
+from reshard.run.clusters.carried import WithArrays, contents
 from reshard.run.clusters.where import Where, located
 from reshard.run.clusters.workers import settled
 from reshard.storage.threads import live_runs, map_ordered, uninterrupted
@@ -161,11 +163,16 @@ def map_tasks(
     """
     with located(client, threads) as where:
         if where.client is not None:
+            carried, seconds = WithArrays(shared), waking.NO_WORKERS_AFTER
             try:
-                shared_on_workers = where.client.scatter(shared, hash=False, timeout=waking.NO_WORKERS_AFTER)
+                shared_on_workers = where.client.scatter(carried, hash=False, timeout=seconds)
             except TimeoutError:
                 raise _no_workers(where.client) from None
-            futures = [where.client.submit(function, shared_on_workers, task, pure=False) for task in tasks]
+            run = f"reshard-{function.__name__}-{uuid.uuid4().hex}"
+            futures = [
+                where.client.submit(_call, function, shared_on_workers, task, key=f"{run}-{number:06d}")
+                for number, task in enumerate(tasks)
+            ]
             _gather(where.client, futures, lambda _, result: on_result(result))
         elif where.get is not None:
             from dask.task_spec import Task
@@ -180,6 +187,11 @@ def map_tasks(
                 on_result(function(shared, task))
         else:
             map_ordered(lambda task: function(shared, task), tasks, threads, on_result)
+
+
+def _call(function: Callable[[S, T], R], shared: S, task: T) -> R:
+    """Call a function on a worker."""
+    return function(contents(shared), task)
 
 
 def _gather(
@@ -259,15 +271,15 @@ def _seceded() -> Iterator[None]:
     """In a task of a worker, leave its threads while waiting, since the tasks that are waited for need one."""
     from distributed import rejoin, secede
 
-    try:
+    is_task = False
+    with suppress(AttributeError, KeyError, ValueError):  # this is no task, or one that has left
         secede()
-    except (AttributeError, KeyError, ValueError):  # this is no task, or one that has left
-        yield
-        return
+        is_task = True
     try:
         yield
     finally:
-        rejoin()
+        if is_task:
+            rejoin()
 
 
 def import_dask() -> None:

@@ -32,6 +32,7 @@ from dask.threaded import get as threaded_get
 from reshard.core.plan.partition import partitioned
 from reshard.core.plan.plan import Task as PlanTask
 from reshard.errors import names
+from reshard.run.clusters.carried import carries_arrays
 from reshard.run.layers import PlanNode, kinds_of, staged
 from reshard.run.locks import locks_at
 from reshard.run.preflight import Policy, check_target, fates, planned_files, refuse, seen_files
@@ -126,6 +127,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         self.ready = self._key("ready")
         self.closed = self._key("closed")
         self.key = self._key("done")
+        self._carries = carries_arrays(plan, by_file=self._by_file)
         self._annotations = dask.get_annotations().copy() or None
         self._layers: HighLevelGraph | None = None
 
@@ -266,7 +268,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         return TaskRef(key)
 
     def _with_plan(self) -> dict[str, Any]:
-        return {self._key("plan"): PlanNode(self._key("plan"), replace(self.plan, request=None))}
+        return {self._key("plan"): PlanNode(self._key("plan"), replace(self.plan, request=None), self._carries)}
 
     def _after(self, key: str, receipts: Sequence[Receipt] | None) -> dict[str, Any]:
         """Return a graph that has only the plan, and the receipts if given."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import pytest
 from checkpoints import write_file, write_ranks
 from clusters import client_of, cluster
 from refusals import refused
+from safetensors.numpy import load_file
 
 import reshard
 from reshard import Layout, Strategy
@@ -22,6 +24,7 @@ from reshard.core.plan import budget
 from reshard.errors import BudgetError, SourceError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 DTYPES = ["float32", "float16", "bfloat16", "int8", "int64", "bool", "uint16"]
@@ -217,28 +220,57 @@ def test_a_plan_of_arrays_is_pickled_without_them_and_not_saved(tmp_path: Path) 
     assert caught.value.code == "not-savable"
 
 
-class _Workers:
-    """The client of a cluster that is not to be asked for anything."""
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    """A client of two processes."""
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
 
 
-def test_what_workers_would_have_to_compute_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
-    array = da.from_array(np.ones((8, 8), np.float32), chunks=(4, 4))
-    zeros = write_file(tmp_path / "z.safetensors", {"w": np.zeros((8, 8), np.float32)})
-    arrays = reshard.open(zeros).assign(w=array)
-    several = {
-        "averaged": (reshard.average([reshard.open(zeros), arrays]), None),
-        "scaled": (arrays.scale("*", factor=2.0), None),
-        "twice": (reshard.average([arrays.scale("*", factor=2.0), arrays]).scale("*", factor=2.0), None),
-        "by file": (arrays, "file"),
-    }
-    for name, (source, partition) in several.items():
-        with refused(SourceError, "array-not-here", "'w'"):
-            reshard.plan(source, format="hf").run(tmp_path / name, client=_Workers(), partition=partition)
-        assert not (tmp_path / name).exists()
-        reshard.plan(source, format="hf").run(tmp_path / name, partition=partition)
-    for source, partition in ((arrays, None), (arrays.assign(w=array * 2), None), (reshard.open(zeros), "file")):
-        with pytest.raises(AttributeError):  # the workers are asked
-            reshard.plan(source, format="hf").run(tmp_path / "asked", client=_Workers(), partition=partition)
+COMPUTED: dict[str, Any] = {
+    "averaged": lambda zeros, ones: (reshard.average([zeros, ones]), 0.5),
+    "scaled": lambda _zeros, ones: (ones.scale("*", factor=2.0), 2.0),
+    "twice": lambda _zeros, ones: (reshard.average([ones.scale("*", factor=2.0), ones]).scale("*", factor=2.0), 3.0),
+    "as it is": lambda _zeros, ones: (ones, 1.0),
+}
+
+
+@pytest.mark.parametrize("partition", ["tensor", "file"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_workers_compute_with_arrays(tmp_path: Path, client: Any, name: str, partition: str) -> None:
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    zeros = reshard.open(write_file(tmp_path / "z.safetensors", {"w": np.zeros((8, 8), np.float32)}))
+    array = da.from_array(values, chunks=(4, 4)).map_blocks(lambda block: block + 1)  # a function that has no name
+    source, factor = COMPUTED[name](zeros, zeros.assign(w=array))
+    plan = reshard.plan(source, format="hf")
+    plan.run(tmp_path / "run", client=client, partition=partition)
+    client.compute(plan.graph(tmp_path / "graph", partition=partition)).result()
+    for file in [next((tmp_path / out).glob("*.safetensors")) for out in ("run", "graph")]:
+        assert np.array_equal(load_file(file)["w"], (values + 1) * np.float32(factor))
+    assert reshard.verify(tmp_path / "run", against=source, client=client).equal
+    assert source.stats(client=client).tensors["w"].max == 64 * factor
+    assert reshard.diff(source, zeros, client=client).tensors["w"].differing == 64
+
+
+def test_an_array_that_cannot_be_sent_is_refused_before_a_file_is_made(tmp_path: Path, client: Any) -> None:
+    lock = threading.Lock()
+
+    def locked(block: Any) -> Any:
+        with lock:
+            return block
+
+    array = da.from_array(np.ones((8, 8), np.float32), chunks=(4, 4)).map_blocks(locked, dtype=np.float32)
+    zeros = reshard.open(write_file(tmp_path / "z.safetensors", {"w": np.zeros((8, 8), np.float32)}))
+    source = reshard.average([zeros, zeros.assign(w=array)])
+    with refused(SourceError, "array-not-here", "'w'"):
+        reshard.plan(source, format="hf").run(tmp_path / "out", client=client)
+    assert not (tmp_path / "out").exists()
+    with refused(SourceError, "array-not-here", "'w'"):
+        source.stats(client=client)
 
 
 def slowly(block: Any) -> Any:

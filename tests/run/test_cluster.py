@@ -467,6 +467,7 @@ def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, partition: str
     assert not list((tmp_path / "out").rglob("*"))
 
 
+@pytest.mark.slow
 def test_a_run_without_workers_fails(
     made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,6 +503,36 @@ def test_a_worker_that_comes_late_is_waited_for(made: reshard.Plan, expected: di
     assert tree(tmp_path / "out") == expected
 
 
+def note_looks(dask_scheduler: Any) -> None:
+    """On the scheduler: note what makes it look at its queue."""
+    real = dask_scheduler.stimulus_queue_slots_maybe_opened
+    dask_scheduler.looks = []
+
+    def noted(*, stimulus_id: str) -> None:
+        dask_scheduler.looks.append(stimulus_id)
+        real(stimulus_id=stimulus_id)
+
+    dask_scheduler.stimulus_queue_slots_maybe_opened = noted
+
+
+def looks_after_losses(dask_scheduler: Any) -> int:
+    """On the scheduler: how often it looked at its queue because a worker was lost."""
+    return sum(stimulus.startswith("handle-worker-cleanup") for stimulus in dask_scheduler.looks)
+
+
+def test_a_scheduler_that_computes_a_graph_looks_at_its_queue_when_it_loses_a_worker(
+    made: reshard.Plan, tmp_path: Path
+) -> None:
+    """No client of this program waits for the graph, which could wake it."""
+    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
+        client.compute(made.graph(tmp_path / "out")).result()
+        client.run_on_scheduler(note_looks)
+        one.workers[0].kill()
+        while len(client.nthreads()) == 2:
+            time.sleep(0.02)
+        assert client.run_on_scheduler(looks_after_losses) == 1
+
+
 def slow_sums() -> None:
     """On a worker: take so long, once all bytes are moved, that there is time for something else."""
     real: Any = tasks.crcs_of_files
@@ -517,7 +548,7 @@ def slow_sums() -> None:
 def test_a_graph_of_dask_goes_on_when_a_worker_is_lost(
     made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """All tasks have to be done again, and none of those that are left tells the scheduler to look at its queue."""
+    """Most tasks have to be done again."""
     with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
         client.run(slow_sums)
         future = client.compute(made.graph(tmp_path / "out"))
@@ -584,9 +615,8 @@ def test_an_encrypted_connection_needs_a_certificate(made: reshard.Plan, tmp_pat
         made.run(tmp_path / "out", client="tls://127.0.0.1:9")
     assert not (tmp_path / "out").exists()
     temporary = security.temporary()
-    for name, content in zip(
-        FILES, (temporary.tls_ca_file, temporary.tls_client_cert, temporary.tls_client_key), strict=True
-    ):
+    contents = (temporary.tls_ca_file, temporary.tls_client_cert, temporary.tls_client_key)
+    for name, content in zip(FILES, contents, strict=True):
         (tmp_path / name).write_text(content)
     with LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0", security=temporary) as local:
         address = local.scheduler_address

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, SourceError, TargetError
+from reshard.run.clusters.carried import WithArrays, carries_arrays
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, workers_at
 from reshard.storage.threads import live_runs, map_ordered
@@ -29,9 +30,11 @@ def check_workers(plan: Plan, root: str, client: Any) -> str:
         is no worker yet.
 
     Raises:
-        SourceError, TargetError: the worker and the file are named.
+        SourceError, TargetError: the worker and the file are named; or an assigned array cannot be sent to workers.
         ReshardError: a worker cannot run this program.
     """
+    if carries_arrays(plan, by_file=plan.by_file or not can(root).positioned):
+        WithArrays(plan)  # raises before anything is written
     files = plan.read_files()
     sampled = [plan.source.files[number] for number in files[:: len(files) // _MOST_LOOKED_AT + 1]]
     expected = [(file.path, (file.nbytes, file.mtime_ns)) for file in sampled]  # machines have only these in common

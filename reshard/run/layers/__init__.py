@@ -11,8 +11,12 @@ from dask.graph_manipulation import chunks
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import DataNode, Task, TaskRef
 
+from reshard.run.clusters.carried import WithArrays
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
+
+    from reshard.core.plan.plan import Plan
 
 _STAGES = {
     "plan": ("plan",),
@@ -33,21 +37,31 @@ _COUNTED = re.compile("reshard-(create|move|files|check|close|last|commit|link|i
 
 
 class PlanNode(DataNode):  # type: ignore[misc]  # dask has no types
-    """The plan, identified by its key; otherwise dask would hash all of it."""
+    """The plan, identified by its key; otherwise dask would hash all of it.
+
+    Args:
+        key: the key.
+        plan: the plan.
+        carries: it is sent to other processes with its assigned arrays.
+    """
+
+    def __init__(self, key: Any, plan: Plan, carries: bool = False) -> None:
+        super().__init__(key, plan)
+        self._carries = carries
 
     def __dask_tokenize__(self) -> str:
         return str(self.key)
 
     def __reduce__(self) -> tuple[type[PlanNode], tuple[Any, ...]]:
-        return PlanNode, (self.key, self.value)
+        return PlanNode, (self.key, WithArrays(self.value) if self._carries else self.value, self._carries)
 
     def copy(self) -> PlanNode:
         """Return a copy of the same kind."""
-        return PlanNode(self.key, self.value)
+        return PlanNode(self.key, self.value, self._carries)
 
     def substitute(self, _keys: Mapping[str, Any], key: str | None = None) -> PlanNode:
         """Return the plan under another key; it waits for no task."""
-        return PlanNode(key or self.key, self.value)
+        return PlanNode(key or self.key, self.value, self._carries)
 
 
 class _Stage(MaterializedLayer):  # type: ignore[misc]  # dask has no types
