@@ -1,6 +1,8 @@
-"""Open a zarr v3 store: its arrays become tensors, and its chunks their blocks.
+"""Open a zarr store: its arrays become tensors, and its chunks their blocks.
 
-1. Every `zarr.json` below the root is read. Groups within the group become part of the names, as in zarr.
+1. Every `zarr.json` below the root is read, or every `.zarray` of a store of format 2. Groups within the group become
+   part of the names, as in zarr. The consolidated metadata are not read: who changes an array may leave them as they
+   are.
 2. An uncompressed chunk is a byte range of its file. In a shard it is found by the index, which is read. At the edge
    of an array a chunk extends beyond the tensor; its part within the tensor may then be several ranges.
 3. Absent and encoded chunks get the extents of the decoded file that `formats.decoding` presents.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
@@ -27,7 +29,8 @@ from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.carried import CHUNK, KINDS, parse
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.chunks import Encoded, slab_bytes
-from reshard.formats.zarr.files import V2, StoreFiles, own_notes, read_metadata, strings
+from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes, read_metadata, strings
+from reshard.formats.zarr.v2 import parse_json, parse_v2
 from reshard.layout.block import Block, shape_text
 from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
@@ -36,7 +39,7 @@ from reshard.storage.base import truncated
 from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from reshard.layout.block import Shape
     from reshard.storage.base import ReadStore, Status, Want
@@ -58,20 +61,26 @@ def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: 
     files = StoreFiles(root)
     top = files.base / METADATA
     if files.status(top) is None:
-        older = any(files.status(files.base / name) for name in V2)
-        if older:
-            raise SourceError(f"{root} is a zarr store of format 2; expected 3", code="unsupported-version")
+        top = files.base / GROUP_V2
+        if files.status(top):
+            parse_json(str(top), files.read_metadata(top))
+            return _Store(files, top, {}).checkpoint(str(root), _arrays_v2(files))
+        if files.status(files.base / ARRAY_V2):
+            raise _not_a_group(files.base / ARRAY_V2, "array")
         raise SourceError(
             f"{root} is an unfinished zarr store: it has no {METADATA}", code="unfinished", hint="write it again"
         )
     metadata = read_metadata(files, top)
     if metadata.get("node_type") != "group":
-        raise SourceError(
-            f"{top} is of node type {metadata.get('node_type')!r}; expected a group",
-            code="not-a-group",
-            hint="open the group of all tensors",
-        )
-    return _Store(files, own_notes(metadata)).checkpoint(str(root))
+        raise _not_a_group(top, metadata.get("node_type"))
+    store = _Store(files, top, own_notes(metadata))
+    return store.checkpoint(str(root), store.arrays(files.base, 0))
+
+
+def _not_a_group(path: Place, kind: object) -> SourceError:
+    return SourceError(
+        f"{path} is of node type {kind!r}; expected a group", code="not-a-group", hint="open the group of all tensors"
+    )
 
 
 def store_notes(root: Place) -> dict[str, Any] | None:
@@ -81,11 +90,36 @@ def store_notes(root: Place) -> dict[str, Any] | None:
     return None if files.status(top) is None else own_notes(read_metadata(files, top))
 
 
-class _Store:
-    """Gathers the files and tensors of a store."""
+class _ArrayInStore(NamedTuple):
+    """An array: its directory, the notes of this program, and its metadata or why it cannot be read."""
 
-    def __init__(self, disk: StoreFiles, notes: Mapping[str, Any]) -> None:
-        self.disk, self.base, self.notes = disk, disk.base, notes
+    directory: Place
+    notes: Mapping[str, Any]
+    metadata: ArrayMetadata | str
+
+
+def _arrays_v2(files: StoreFiles) -> Iterator[_ArrayInStore]:
+    """Yield the arrays of a store of format 2."""
+    for directory in files.arrays_v2:
+        try:
+            yield _ArrayInStore(directory, {}, parse_v2(directory, files.read_metadata(directory / ARRAY_V2)))
+        except SourceError as error:
+            if error.code not in {"unknown-dtype", "unsupported-storage"}:
+                raise
+            yield _ArrayInStore(directory, {}, error.message)
+
+
+class _Store:
+    """Gathers the files and tensors of a store.
+
+    Args:
+        disk: its files.
+        top: the metadata of the group.
+        notes: the notes of this program in them.
+    """
+
+    def __init__(self, disk: StoreFiles, top: Place, notes: Mapping[str, Any]) -> None:
+        self.disk, self.base, self.top, self.notes = disk, disk.base, top, notes
         self.files: dict[str, SourceFile] = {}
         self.numbers: dict[str, int] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -96,10 +130,10 @@ class _Store:
         self.absent: dict[str, int] = {}
         self.extras = Extras(METADATA)
 
-    def checkpoint(self, root: str) -> Checkpoint:
+    def checkpoint(self, root: str, arrays: Iterable[_ArrayInStore]) -> Checkpoint:
         """Return the store as a checkpoint of one rank."""
-        for directory, metadata in self._arrays(self.base, 0):
-            self._add(directory, metadata)
+        for array in arrays:
+            self._add(array)
         shards = (Shard(Block.whole((0,)), (Extent(len(self.files), ()),)),)  # of texts, in the group's own file
         for name, text in strings(self.notes.get("texts", {}), self.base).items():
             if name in self.tensors:
@@ -119,7 +153,7 @@ class _Store:
         }
         bound = {name: BUCKET for name in ordered if name.startswith(BUCKETS)} if self.extras.objects else {}
         notes = tuple(strings(self.notes.get("notes", {}), self.base).items())
-        self.file(self.base / METADATA, index=FileIndex(zarr.NAME, entries, notes, header_id=1))
+        self.file(self.top, index=FileIndex(zarr.NAME, entries, notes, header_id=1))
         return Checkpoint(
             root, ordered, tuple(self.files.values()), (0,) * len(self.files), unreadable=self.unreadable,
             coding=Decoding(self.units, self.held_bytes, self.opening_bytes) if self.units else None,
@@ -134,23 +168,21 @@ class _Store:
                 "their elements are the fill value"
             )
 
-    def _arrays(self, directory: Place, depth: int) -> Iterator[tuple[Place, dict[str, Any]]]:
-        """Yield the directories of arrays, by name, with their metadata."""
+    def arrays(self, directory: Place, depth: int) -> Iterator[_ArrayInStore]:
+        """Yield the arrays of format 3, by name, but the one of what is carried."""
         for path in self.disk.directories(directory):
             metadata = read_metadata(self.disk, path / METADATA)
-            if metadata.get("node_type") != "group":
-                yield path, metadata
-            elif depth < _DEEPEST:
-                yield from self._arrays(path, depth + 1)
+            if metadata.get("node_type") == "group":
+                if depth < _DEEPEST:
+                    yield from self.arrays(path, depth + 1)
+            elif path == self.base / CARRIED:
+                self.extras = self._carried(path, own_notes(metadata))
+            else:
+                yield self._parsed(path, metadata)
 
-    def _add(self, directory: Place, metadata: dict[str, Any]) -> None:
+    def _parsed(self, directory: Place, metadata: dict[str, Any]) -> _ArrayInStore:
         notes = own_notes(metadata)
-        if directory == self.base / CARRIED:
-            self.extras = self._carried(directory, notes)
-            return
-        name = notes.get("name", str(directory).removeprefix(f"{self.base}/"))
-        if not isinstance(name, str) or name in self.tensors or name in self.unreadable:
-            raise SourceError(f"{directory} has a second tensor {name!r}, or its name is not text", code="bad-name")
+        name = self._name(directory, notes)
         listed_names = self.notes.get("tensors")
         if notes and not self.notes:
             raise SourceError(
@@ -173,13 +205,24 @@ class _Store:
                 code="unknown-dtype",
                 hint="write the store again",
             )
-        if array is None:
-            self.unreadable[name] = f"is of zarr's dtype {metadata.get('data_type')!r}, which no checkpoint has"
+        reason = f"is of zarr's dtype {metadata.get('data_type')!r}, which no checkpoint has"
+        return _ArrayInStore(directory, notes, array or reason)
+
+    def _name(self, directory: Place, notes: Mapping[str, Any]) -> str:
+        """Return the name of an array; raise `SourceError` if another one has it."""
+        name = notes.get("name", str(directory).removeprefix(f"{self.base}/"))
+        if not isinstance(name, str) or name in self.tensors or name in self.unreadable:
+            raise SourceError(f"{directory} has a second tensor {name!r}, or its name is not text", code="bad-name")
+        return name
+
+    def _add(self, array: _ArrayInStore) -> None:
+        name, metadata = self._name(array.directory, array.notes), array.metadata
+        if isinstance(metadata, str):
+            self.unreadable[name] = metadata
             return
-        shards = _Shards(self, array, name).shards()
-        self.tensors[name] = Tensor.of(
-            TensorSpec(name, array.dtype, array.shape), shards, listed=bool(notes.get("listed", False))
-        )
+        shards = _Shards(self, metadata, name).shards()
+        listed = bool(array.notes.get("listed", False))
+        self.tensors[name] = Tensor.of(TensorSpec(name, metadata.dtype, metadata.shape), shards, listed=listed)
 
     def _carried(self, directory: Place, notes: Mapping[str, Any]) -> Extras:
         """Return what the store carries that is not a tensor."""
@@ -268,8 +311,7 @@ class _Shards:
         """Note that the chunks of a file are encoded."""
         array = self.array
         assert array.encoding is not None  # noqa: S101
-        key = "/".join(("c", *("0" for _ in array.chunk)))
-        self.store.units[str(path)] = Encoded(array.chunk_bytes, spans, array.encoding, key)
+        self.store.units[str(path)] = Encoded(array.chunk_bytes, spans, array.encoding, array.first_key)
 
     def _note_absent(self, message: str, count: int) -> None:
         """Count absent chunks.
@@ -291,7 +333,7 @@ class _Shards:
 
         Its file is the metadata of the array, which have the value.
         """
-        path = self.array.directory / METADATA
+        path = self.array.directory / self.array.file
         self.store.units[str(path)] = Fill(self.array.fill)
         return Shard(block, (Extent(self.store.file(path), ((0, block.size * self.array.dtype.itemsize),)),))
 

@@ -170,9 +170,3 @@ def test_dtypes_that_no_checkpoint_has_are_not_readable(tmp_path: Path) -> None:
     with refused(SourceError, "unreadable-tensor", "tensor 'c'", "complex128", "drop='c'"):
         reshard.plan(own)
     reshard.plan(own, drop=["c"]).run(tmp_path / "out")
-
-
-def test_the_older_format_is_reported(tmp_path: Path) -> None:
-    zarr.open_group(tmp_path / "z", mode="w", zarr_format=2)
-    with refused(SourceError, "unsupported-version", "format 2"):
-        reshard.open(tmp_path / "z")

@@ -65,12 +65,13 @@ class ArrayMetadata:
         chunk: the shape of a chunk, which is encoded by itself; equal to `unit` unless files are shards.
         sharded: whether files are shards, with an index.
         index_at_end: whether the index is at the end of the file, not at its beginning.
-        encoding: None if chunks are plain bytes; empty if they are compressed by zstd; else the `zarr.json` of an array
-            of one such chunk, for zarr to decode it.
+        encoding: None if chunks are plain bytes; empty if they are compressed by zstd; else the metadata of an array of
+            one such chunk, for zarr to decode it.
         separator: the text between the numbers in the name of a file.
         prefix: the beginning of file names.
         fill: an element of an absent chunk.
         by_reshard: whether this program wrote it, so that no chunk may be absent.
+        file: the name of the file of the metadata, which is another one in zarr's format 2.
     """
 
     directory: Place
@@ -85,6 +86,7 @@ class ArrayMetadata:
     prefix: str
     fill: bytes
     by_reshard: bool
+    file: str = METADATA
 
     @classmethod
     def parse(cls, directory: Place, metadata: Mapping[str, Any], notes: Mapping[str, Any]) -> ArrayMetadata | None:
@@ -152,6 +154,12 @@ class ArrayMetadata:
         """Return the path of the file of a cell of the grid, below the array."""
         numbers = [*([self.prefix] if self.prefix else []), *map(str, cell)]
         return self.separator.join(numbers) or "0"
+
+    @property
+    def first_key(self) -> str:
+        """Return the path of the only chunk in the array that `encoding` describes."""
+        zeros = ["0"] * len(self.chunk)
+        return "/".join(["c", *zeros]) if self.file == METADATA else ".".join(zeros) or "0"
 
     def path(self, cell: Shape) -> Place:
         """Return the file of a cell of the grid."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import TargetError
 from reshard.formats.decoding import IMPORTED_BYTES, zstd_content
 from reshard.formats.zarr import ABSENT, METADATA, shard_index
+from reshard.formats.zarr.files import ARRAY_V2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +37,7 @@ class Encoded:
     Attributes:
         chunk_bytes: the decoded size of a chunk.
         spans: the offset and length of each encoded chunk.
-        metadata: the `zarr.json` of an array of one such chunk; empty if chunks are compressed by zstd.
+        metadata: the metadata of an array of one such chunk; empty if chunks are compressed by zstd.
         key: the name of the chunk of that array.
     """
 
@@ -65,7 +67,7 @@ class Encoded:
         try:
             files, array = _arrays.opened(self.metadata)
             files[self.key] = _arrays.buffer(encoded)
-            content = np.ascontiguousarray(array[...])
+            content = np.ascontiguousarray(array[...], array.dtype.newbyteorder("<"))
         except MemoryError:
             raise
         except Exception as error:  # zarr's codecs may raise anything
@@ -84,8 +86,10 @@ class _Arrays(threading.local):
         if metadata not in self._opened:
             import zarr
 
-            files = {METADATA: self.buffer(metadata)}
-            self._opened[metadata] = files, zarr.open_array(zarr.storage.MemoryStore(files), mode="r", zarr_format=3)
+            version = json.loads(metadata)["zarr_format"]
+            files = {METADATA if version == 3 else ARRAY_V2: self.buffer(metadata)}
+            store = zarr.storage.MemoryStore(files)
+            self._opened[metadata] = files, zarr.open_array(store, mode="r", zarr_format=version)
             if len(self._opened) > _MOST_ARRAYS:
                 self._opened.popitem(last=False)
         return self._opened[metadata]

@@ -37,7 +37,10 @@ _NOTED = {
     "array": {"dtype", "listed", "layout", "name", "carried"},
 }
 
-V2 = (".zgroup", ".zarray", ".zmetadata")
+GROUP_V2, ARRAY_V2 = ".zgroup", ".zarray"
+"""The files that describe a group and an array of zarr v2."""
+
+V2 = (GROUP_V2, ARRAY_V2, ".zmetadata")
 """The files that mark a store of zarr v2."""
 
 
@@ -62,6 +65,10 @@ def is_of_store(name: str) -> bool:
 class StoreFiles:
     """The files of a store by path, listed once on creation; with `below` false only those at the top.
 
+    Attributes:
+        base: the store.
+        arrays_v2: the directories of arrays of zarr v2, sorted.
+
     Raises:
         SourceError: it cannot be listed; or on a local disk, it contains a link, a device or a pipe.
     """
@@ -70,19 +77,24 @@ class StoreFiles:
         self.base = root.real()
         self._statuses = (_listed if self.base.can.has_latency else _walked)(self.base, below=below)
         self._below: dict[str, list[Place]] = {}
-        end = f"/{METADATA}"
         nodes = {str(self.base)}
-        for path in sorted(path.removesuffix(end) for path in self._statuses if path.endswith(end)):
+        for path in self._having(METADATA):
             parent = path.rpartition("/")[0]  # sorted before its children
             if parent in nodes:
                 nodes.add(path)
                 self._below.setdefault(parent, []).append(as_place(path))
+        self.arrays_v2 = [as_place(path) for path in self._having(ARRAY_V2)]
         prefetched = []
         if self.base.can.has_latency:
-            paths = [as_place(path + end) for path in nodes]
+            paths = [as_place(f"{path}/{METADATA}") for path in nodes] + [path / ARRAY_V2 for path in self.arrays_v2]
             prefetched = [path for path in paths if (status := self.status(path)) and status.nbytes <= LARGEST_METADATA]
         contents = map_ordered(lambda path: path.read_bytes(), prefetched, workers_at(prefetched))
         self._contents = dict(zip(prefetched, contents, strict=True))
+
+    def _having(self, name: str) -> list[str]:
+        """Return the directories that have a file of a name, sorted."""
+        end = f"/{name}"
+        return sorted(path.removesuffix(end) for path in self._statuses if path.endswith(end))
 
     def status(self, path: Place) -> Status | None:
         """Return the state of a file; None if it does not exist.
@@ -100,6 +112,15 @@ class StoreFiles:
         for path, status in self._statuses.items():
             if status is not None:
                 yield path.removeprefix(f"{self.base}/"), status.nbytes
+
+    def read_metadata(self, path: Place) -> bytes:
+        """Return the contents of a file of metadata; raise `SourceError` if it does not exist, or is too large."""
+        status = self.status(path)
+        if status is None:
+            raise SourceError(f"{path} does not exist", code="not-found")
+        if status.nbytes > LARGEST_METADATA:
+            raise SourceError(f"{path} has more than {LARGEST_METADATA} bytes, which no metadata has", code="too-large")
+        return self.read(path)
 
     def read(self, path: Place) -> bytes:
         """Return the contents of a small file."""
@@ -167,12 +188,7 @@ def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
     Raises:
         SourceError: it does not exist, is not valid, or has unknown keys.
     """
-    status = files.status(path)
-    if status is None:
-        raise SourceError(f"{path} does not exist", code="not-found")
-    if status.nbytes > LARGEST_METADATA:
-        raise SourceError(f"{path} has more than {LARGEST_METADATA} bytes, which no metadata has", code="too-large")
-    return parse_metadata(path, files.read(path))
+    return parse_metadata(path, files.read_metadata(path))
 
 
 def parse_metadata(path: object, text: bytes) -> dict[str, Any]:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -113,20 +112,16 @@ def read_metadata(item: ItemValues, names: Iterable[str]) -> dict[str, ArrayMeta
 
 def _parsed(item: ItemValues, name: str, file: str, content: bytes) -> ArrayMetadata | str:
     directory = item.files.base / name
+    array: ArrayMetadata | None
     if file == METADATA_V2:
-        try:
-            metadata = json.loads(content)
-        except (ValueError, RecursionError):
-            metadata = None
-        if not isinstance(metadata, dict):
-            return f"has a {file} that is not a JSON object"
-        return parse_v2(directory, metadata)
-    metadata = parse_metadata(directory / file, content)
-    array = ArrayMetadata.parse(directory, metadata, own_notes(metadata))
-    if array is None:
-        return f"is of zarr's dtype {metadata.get('data_type')!r:.60}, which no checkpoint has"
+        array = parse_v2(directory, content)
+    else:
+        metadata = parse_metadata(directory / file, content)
+        array = ArrayMetadata.parse(directory, metadata, own_notes(metadata))
+        if array is None:
+            return f"is of zarr's dtype {metadata.get('data_type')!r:.60}, which no checkpoint has"
     if array.encoding:
-        return f"has chunks in an encoding that Orbax does not write: {json.dumps(metadata['codecs'])[:300]}"
+        return f"has chunks in an encoding that Orbax does not write: {array.encoding.decode()[:300]}"
     return array
 
 
