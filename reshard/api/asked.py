@@ -10,6 +10,10 @@ from reshard.formats.rank_dirs import RANK_PATTERN
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import zarr
+    from typing_extensions import TypeIs
+    from zarr.abc.store import Store
+
     from reshard.layout.arrangement import Arrangement
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
@@ -71,3 +75,8 @@ class TargetOptions:
     def given(self, names: Iterable[str]) -> list[str]:
         """Return the options among `names` that were given."""
         return [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
+
+
+def is_of_zarr(value: object) -> TypeIs[zarr.Group | Store]:
+    """Return whether a value is a store or a group of zarr, which is not imported to ask."""
+    return type(value).__module__.partition(".")[0] == "zarr"

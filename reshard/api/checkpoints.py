@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
+from reshard.api.asked import is_of_zarr
 from reshard.api.choices import progress_of, run_plan
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.make import plan as make_plan
@@ -22,7 +23,9 @@ from reshard.view.notebook.opened import OpenedArrays
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
+    import zarr
     from dask.array import Array
+    from zarr.abc.store import Store
 
     from reshard.compute.stats import CheckpointStats
     from reshard.core.plan.inputs import Selection
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
-    path: AnyName | Mapping[int, AnyName],
+    path: AnyName | Mapping[int, AnyName] | zarr.Group,
     *,
     strategy: Strategy | AnyName | None = None,
     rank_pattern: str = RANK_PATTERN,
@@ -57,7 +60,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             Checkpoint 2.0 of MindSpore Transformers, or the directory of a run that saves such; a DCP of PyTorch, or
             the directory of several that are one checkpoint, such as of the model and of the optimizer; the files of
             DTensors that `torch.save` wrote on each rank; the parts that Megatron-LM or Meta saved; a set of `.bin`
-            files; or one file of whole tensors. A local path, or a URL such as `s3://bucket/run`.
+            files; or one file of whole tensors. A local path, a URL such as `s3://bucket/run`, or a `zarr.Group`.
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the one in the ledger, if reshard wrote the files or they are copies of such files;
             else the source is one rank of whole tensors.
@@ -83,10 +86,16 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         reshard.StrategyError: the strategy cannot be read.
         reshard.UsageError: options that contradict each other or the checkpoint.
     """
-    record = open_checkpoint(
-        path, strategy=strategy, rank_pattern=rank_pattern, suffix=suffix, layouts=layout, stage=stage,
-        partial=partial, iteration=iteration, cipher=cipher, contents=contents,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "strategy": strategy, "rank_pattern": rank_pattern, "suffix": suffix, "layouts": layout, "stage": stage,
+        "partial": partial, "iteration": iteration, "cipher": cipher, "contents": contents,
+    }  # fmt: skip
+    if is_of_zarr(path):
+        from reshard.api.writing import open_group  # it brings dask
+
+        record = open_group(path, options)
+    else:
+        record = open_checkpoint(path, **options)
     warn(record.warnings)
     return Checkpoint(record)
 
@@ -326,7 +335,7 @@ class Checkpoint(OpenedArrays):
 
     def to_zarr(
         self,
-        store: AnyName,
+        store: AnyName | Store,
         *,
         chunk_size: int | str | None = None,
         shard_size: int | str | None = None,
@@ -343,7 +352,7 @@ class Checkpoint(OpenedArrays):
         """Write the whole tensors as one zarr v3 group, in a directory of its own.
 
         Args:
-            store: the directory, created if it does not exist; a local path, or a URL.
+            store: the directory, created if it does not exist; a local path, a URL, or a `zarr.storage.LocalStore`.
             chunk_size: the most bytes in a chunk, such as `"16MB"`; by default chunks are the source's blocks.
             shard_size: the most bytes of chunks in a file; by default small chunks share files.
             compression: `zstd`, `zstd:3` and so on; by default none.
@@ -360,9 +369,12 @@ class Checkpoint(OpenedArrays):
             reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and
                 `Plan.run` do.
         """
+        from reshard.api.writing import store_directory
         from reshard.formats.zarr import ZarrGroup
         from reshard.run.settings import RunOptions
 
+        if is_of_zarr(store):
+            store = store_directory(store)
         files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
         plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
         refuse_unused(plan, selection)

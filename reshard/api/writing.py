@@ -19,6 +19,10 @@ from reshard.errors import Faults, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
 from reshard.formats.provenance import ARRAYS
+from reshard.formats.zarr import ATTRIBUTES
+from reshard.formats.zarr.carried import DIRECTORY as CARRIED
+from reshard.readers.open import open as open_checkpoint
+from reshard.readers.openers import options_refused
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.source.checkpoint import Checkpoint
@@ -28,6 +32,9 @@ from reshard.view import arrays as _  # noqa: F401 -- it teaches dask the names 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    import zarr
+    from zarr.abc.store import Store
 
     from reshard.run.settings import Progress, Report
     from reshard.storage.cipher import Cipher
@@ -57,12 +64,96 @@ def assign(source: Checkpoint, arrays: Mapping[str, Any]) -> Checkpoint:
         except UsageError as error:
             faults.add(f"array {name!r}", error)
     faults.raise_if_any(UsageError)
+    return _assigned(source, expressions)
+
+
+def _assigned(source: Checkpoint, expressions: Mapping[str, FromArray]) -> Checkpoint:
     result = computed(source, expressions)
     unreadable = {name: why for name, why in source.unreadable.items() if name not in expressions}
     computation = Computation("assign", {"names": sorted(expressions)}, (source,))
     opening = replace(source.opening, computation=computation, elsewhere=source.opening.elsewhere - expressions.keys())
     extras = source.extras.without(expressions.keys())
     return replace(result, unreadable=unreadable, opening=opening, extras=extras, origin=None)
+
+
+def _local_path(store: zarr.Group | Store) -> str | None:
+    """Return the path of a zarr store, or of a group in one; None if it is not in a local directory.
+
+    Raises:
+        UsageError: it is an array.
+    """
+    from zarr import Array
+    from zarr.abc.store import Store
+    from zarr.storage import LocalStore
+
+    if isinstance(store, Array):
+        raise UsageError(f"{store} is one array", code="not-a-group", hint="pass the group of all tensors")
+    store, path = (store, "") if isinstance(store, Store) else (store.store, store.path)
+    return str(store.root / path) if isinstance(store, LocalStore) else None
+
+
+def store_directory(store: zarr.Group | Store) -> str:
+    """Return the directory of a zarr store, or of a group in one, to write to.
+
+    Raises:
+        UsageError: it is not in a local directory.
+    """
+    path = _local_path(store)
+    if path is None:
+        raise UsageError(f"{store} is not a local directory", code="wrong-type", hint="pass its URL")
+    return path
+
+
+def open_group(group: zarr.Group | Store, options: Mapping[str, Any]) -> Checkpoint:
+    """Open a zarr group: by its path if it is in a local directory; if not, zarr reads the chunks of its arrays.
+
+    Args:
+        group: the group.
+        options: as for `readers.open.open`.
+
+    Raises:
+        SourceError: as opening the path does.
+        UsageError: it is an array, or has none that a checkpoint may have; it is not local, and there are options.
+    """
+    from zarr import Array, Group
+
+    root = _local_path(group)
+    if root is not None:
+        return open_checkpoint(root, **options)
+    told = {name for name, value in options.items() if value is not None and value is not False}
+    if told - {"contents", "rank_pattern"}:
+        raise options_refused(group)
+
+    if not isinstance(group, Group):
+        raise UsageError(f"{group} is a store", code="not-a-group", hint="pass the group in it, by zarr.open_group")
+    expressions, unreadable = {}, {}
+    is_own = ATTRIBUTES in group.attrs
+    for name, array in group.members(max_depth=None):
+        if isinstance(array, Array) and not (is_own and name == CARRIED):
+            notes: Any = array.attrs.get(ATTRIBUTES, {})
+            real_name = notes.get("name", name)
+            try:
+                expressions[real_name] = _from_array(real_name, _as_noted(da.from_zarr(array), notes.get("dtype")))
+            except UsageError as error:
+                unreadable[real_name] = error.message
+    if not expressions:
+        raise UsageError(f"{group} has no array that a checkpoint may have", code="no-tensors")
+    return replace(
+        _assigned(Checkpoint(ARRAYS, {}, (), (), opening=Opening(by_file=True)), expressions), unreadable=unreadable
+    )
+
+
+def _as_noted(array: da.Array, name: str | None) -> da.Array:
+    """Return an array as the dtype that reshard noted: zarr stores the bits of bfloat16, which it lacks, as integers.
+
+    Raises:
+        UsageError: numpy lacks the dtype, too.
+    """
+    if name is None or name == array.dtype.name:
+        return array
+    if name in _OTHER:
+        raise UsageError(f"is {name}", code="bad-array", hint="open the store by its path or URL")
+    return array.view(BY_NAME[name].numpy())
 
 
 def _from_array(name: Any, value: Any) -> FromArray:

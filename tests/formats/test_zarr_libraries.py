@@ -10,13 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zarr
-from checkpoints import write_file
+from checkpoints import assert_equal, write_file
+from refusals import refused
 from zarr_stores import assert_same
 
 import reshard
 from reshard import ZarrGroup
+from reshard.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _RNG = np.random.default_rng(5)
@@ -93,3 +96,70 @@ def test_tensorstore_reads_every_array(store: Path) -> None:
         array = tensorstore.open(spec, open=True).result()
         assert len({label for label in array.domain.labels if label}) == value.ndim
         assert_same(array.read().result(), value)
+
+
+def copied(store: Path, to: Any) -> zarr.Group:
+    """The store's files in another store of zarr."""
+    for path in store.rglob("*"):
+        if path.is_file():
+            content = zarr.core.buffer.default_buffer_prototype().buffer.from_bytes(path.read_bytes())
+            zarr.core.sync.sync(to.set(str(path.relative_to(store)), content))
+    return zarr.open_group(to, mode="r")
+
+
+def memory_store() -> Any:
+    return zarr.storage.MemoryStore()
+
+
+def fsspec_store() -> Any:
+    return zarr.storage.FsspecStore.from_url("memory://of-a-group")
+
+
+def obstore_store() -> Any:
+    return zarr.storage.ObjectStore(pytest.importorskip("obstore").store.MemoryStore())
+
+
+@pytest.mark.parametrize("made", [memory_store, fsspec_store, obstore_store])
+def test_a_group_in_any_store_is_opened(store: Path, tmp_path: Path, made: Callable[[], Any]) -> None:
+    group = copied(store, made())
+    own = reshard.open(group)
+    assert set(own) == FULL.keys()
+    for name, value in FULL.items():
+        assert own[name].dtype == value.dtype
+        assert_same(own[name].compute(scheduler="synchronous"), value)
+    reshard.convert(own, tmp_path / "out", to="hf")
+    written = reshard.open(tmp_path / "out")
+    assert all(np.array_equal(written[name].compute(), value) for name, value in FULL.items())
+    with refused(UsageError, "self-described"):
+        reshard.open(group, layout={"*": "whole"})
+
+
+def test_a_group_in_a_directory_is_opened_by_its_path(store: Path) -> None:
+    own = reshard.open(zarr.open_group(store, mode="r"))
+    assert own.format == "zarr"
+    assert_equal(own, FULL)
+    with refused(UsageError, "not-a-group"):
+        reshard.open(zarr.open_array(store / "norm", mode="r"))  # type: ignore[arg-type]
+
+
+def test_a_group_within_a_group(tmp_path: Path) -> None:
+    for name, target in {"local": str(tmp_path / "z"), "memory": memory_store()}.items():
+        inner = zarr.open_group(target, mode="w").create_group("a/b")
+        inner.create_array("c/w", shape=(4,), dtype=">f4")[...] = [1, 2, 3, 4]
+        inner.create_array("double", shape=(4,), dtype="c16")
+        own = reshard.open(inner)
+        assert set(own) == {"c/w"}, name
+        assert own.unreadable.keys() == {"double"}
+        assert own["c/w"].compute().tolist() == [1, 2, 3, 4]
+    empty = zarr.open_group(memory_store(), mode="w")
+    with refused(UsageError, "no-tensors"):
+        reshard.open(empty)
+
+
+def test_a_store_of_zarr_is_written_to(tmp_path: Path) -> None:
+    source = reshard.open(write_file(tmp_path / "a.safetensors", FULL))
+    source.to_zarr(zarr.storage.LocalStore(tmp_path / "z"))
+    opened = zarr.open_group(tmp_path / "z", mode="r")
+    assert all(np.array_equal(opened[name][...], FULL[name]) for name in FULL.keys() - STORED.keys())
+    with refused(UsageError, "wrong-type"):
+        source.to_zarr(memory_store())
