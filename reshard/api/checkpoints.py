@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.api.asked import is_of_zarr
@@ -18,10 +19,11 @@ from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
 from reshard.sizes import size_of
 from reshard.source.holdings import strategy_of as strategy_of_record
+from reshard.storage.urls.s3.options import use_options
 from reshard.view.notebook.opened import OpenedArrays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator
 
     import zarr
     from dask.array import Array
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.view.ranks import StoredArrays
-    from reshard.view.svg import Picture
     from reshard.view.tables import Groups
 
 
@@ -52,6 +53,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     iteration: int | None = None,
     cipher: Cipher | None = None,
     contents: bool | Literal["blocks"] = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint, reading headers and samples of the contents.
 
@@ -79,6 +81,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         contents: compare samples of the strategy's replicas with each other, and of its different blocks; `blocks`
             compares only different blocks. Copies that are not sampled are taken to differ by rank if they may;
             `reshard.verify` compares all of them.
+        storage_options: credentials and address of the buckets of `s3://` URLs, in place of the environment's: `key`,
+            `secret`, `token`, `endpoint_url`, `region` and `anon`, as for fsspec and pandas; also those two in
+            `client_kwargs`. They hold for the bucket in this process alone, so not with a cluster.
 
     Raises:
         reshard.SourceError: no files, no step that every rank has, missing ranks, headers that contradict the
@@ -95,6 +100,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 
         record = open_group(path, options)
     else:
+        use_options(storage_options, *(path.values() if isinstance(path, Mapping) else [path]))
         record = open_checkpoint(path, **options)
     warn(record.warnings)
     return Checkpoint(record)
@@ -319,20 +325,6 @@ class Checkpoint(OpenedArrays):
                 self._record, memory=size_of(memory, "memory"), threads=threads, client=client, progress=callback
             )
 
-    def picture(self, name: str, target: Strategy | None = None) -> Picture:
-        """Draw which rank holds which block of a tensor, now and in a target strategy.
-
-        Raises:
-            reshard.MissingNameError: there is no such tensor; a `KeyError`.
-            reshard.SourceError: it cannot be read.
-            reshard.UsageError: the target strategy does not name it.
-            reshard.LayoutError: the target strategy does not fit its shape.
-        """
-        from reshard.view.html import picture
-
-        self._record.require(name)
-        return picture(self._record, name, target)
-
     def to_zarr(
         self,
         store: AnyName | Store,
@@ -348,6 +340,7 @@ class Checkpoint(OpenedArrays):
         threads: int | None = None,
         client: Any = None,
         progress: Callable[[Progress], None] | bool | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Report:
         """Write the whole tensors as one zarr v3 group, in a directory of its own.
 
@@ -364,6 +357,7 @@ class Checkpoint(OpenedArrays):
             threads: as for `Plan.run`.
             client: as for `Plan.run`.
             progress: as for `Plan.run`.
+            storage_options: as for `Plan.run`.
 
         Raises:
             reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and
@@ -375,6 +369,7 @@ class Checkpoint(OpenedArrays):
 
         if is_of_zarr(store):
             store = store_directory(store)
+        use_options(storage_options, store)
         files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
         plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
         refuse_unused(plan, selection)

@@ -13,6 +13,7 @@ from reshard.core.plan.inputs import Selection
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.storage.places import as_place
+from reshard.storage.urls.s3.options import use_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -66,6 +67,7 @@ def convert(
     overwrite: bool = False,
     restart: bool = False,
     progress: Callable[[Progress], None] | bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Convert a checkpoint, as `reshard convert SOURCE TARGET` does.
 
@@ -112,6 +114,7 @@ def convert(
         overwrite: as for `Plan.run`.
         restart: as for `Plan.run`.
         progress: as for `Plan.run`.
+        storage_options: as for `reshard.open`, for both paths.
 
     Returns:
         the bytes read and written, and the files.
@@ -121,6 +124,7 @@ def convert(
         reshard.SourceError, reshard.StrategyError, reshard.BudgetError, reshard.TargetError: as `reshard.open`,
             `reshard.plan` and `Plan.run` do.
     """
+    use_options(storage_options, *([] if isinstance(source, Checkpoint) else [source]), target)
     selection = selection_of(
         selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,
         allow_missing=allow_missing, rules=rules, lora=lora,

@@ -20,6 +20,7 @@ from reshard.messages import warn
 from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.storage.places import as_place
+from reshard.storage.urls.s3.options import use_options
 from reshard.strategy.names import ranges_text
 from reshard.targets.kinds import RANKS, TAKEN_BY, check_options, source_word, word_of
 
@@ -298,6 +299,7 @@ class Plan:
         server_copy: bool = True,
         memory: int | str | None = None,
         progress: Callable[[Progress], None] | bool | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Report:
         """Write the target files.
 
@@ -334,6 +336,7 @@ class Plan:
             memory: the most resident memory to use, in bytes or as `"1GB"`, in place of that of `reshard.plan`.
             progress: called with a `reshard.Progress` after each task, and at the beginning of a run that is resumed;
                 True shows a bar, in a notebook or on a terminal.
+            storage_options: as for `reshard.open`, for the target.
 
         Returns:
             the bytes read and written, and the files.
@@ -352,6 +355,7 @@ class Plan:
             overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
             server_copy=server_copy,
         )  # fmt: skip
+        use_options(storage_options, directory)
         record = self._record
         if (limit := size_of(memory, "memory")) is not None:
             record = with_memory(record, limit, threads)

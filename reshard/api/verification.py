@@ -8,7 +8,9 @@ from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import progress_of, selection_of
 from reshard.core.verify.verify import as_it_is
 from reshard.core.verify.verify import verify as verify_record
+from reshard.run.clusters.where import uses_workers
 from reshard.sizes import size_of
+from reshard.storage.urls.s3.options import refuse_on_cluster, use_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,6 +57,7 @@ def verify(
     threads: int | None = None,
     client: Any = None,
     progress: Callable[[Progress], None] | bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Verification:
     """Verify a checkpoint alone, against its source, or against a manifest.
 
@@ -101,6 +104,7 @@ def verify(
         client: as for `Plan.run`: a cluster, whose workers read by the same paths, or threads; by default the current
             client, else threads.
         progress: called with bytes compared (as `written`) and to be compared; True shows a bar.
+        storage_options: as for `reshard.open`, for both paths.
 
     Returns:
         the result, which is true if there is no difference.
@@ -112,6 +116,10 @@ def verify(
             missing key that is needed according to the ledger.
         reshard.BudgetError: `memory` is too little.
     """
+    sides = [side for side in (target, against) if side is not None]
+    use_options(storage_options, *(side for side in sides if not isinstance(side, Checkpoint)))
+    if uses_workers(client):
+        refuse_on_cluster(side.root if isinstance(side, Checkpoint) else side for side in sides)
     selection = selection_of(
         selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,
         allow_missing=allow_missing, rules=rules, lora=lora,

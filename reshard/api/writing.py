@@ -28,6 +28,7 @@ from reshard.sizes import size_of
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Computation, Opening
 from reshard.storage.places import as_place
+from reshard.storage.urls.s3.options import use_options
 from reshard.view import arrays as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ def write(
     overwrite: bool = False,
     restart: bool = False,
     progress: Callable[[Progress], None] | bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Write dask or numpy arrays as a checkpoint of any layout and format.
 
@@ -237,6 +239,7 @@ def write(
         overwrite: as for `Plan.run`.
         restart: as for `Plan.run`.
         progress: as for `Plan.run`.
+        storage_options: as for `reshard.open`, for the target.
 
     Raises:
         reshard.UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes; options that
@@ -246,6 +249,7 @@ def write(
     """
     if not arrays:
         raise UsageError("there are no arrays to write", code="no-tensors")
+    use_options(storage_options, target)
     source = assign(Checkpoint(ARRAYS, {}, (), (), opening=Opening(by_file=True)), arrays)
     options = TargetOptions(
         to=format, target_strategy=strategy, ranks=ranks, remove_redundancy=remove_redundancy,

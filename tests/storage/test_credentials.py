@@ -66,26 +66,30 @@ def test_the_environment_comes_first(home: Path, monkeypatch: pytest.MonkeyPatch
     profile(home / ".aws/credentials", "default", Keys("P", "p"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "E")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "e")
-    assert aws.keys() == Keys("E", "e")
+    assert aws.keys("bucket") == Keys("E", "e")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "t")
-    assert aws.keys() == Keys("E", "e", "t")
+    assert aws.keys("bucket") == Keys("E", "e", "t")
 
 
 def test_profiles(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In both files; the shared one comes first."""
     profile(home / ".aws/credentials", "default", Keys("D", "d"))
-    assert aws.keys() == Keys("D", "d")
+    assert aws.keys("bucket") == Keys("D", "d")
     profile(home / ".aws/credentials", "x", Keys("X", "x%/+=", "t"))
     profile(home / ".aws/config", "profile x", region="eu-north-1", endpoint_url="http://x:9/")
     profile(home / ".aws/config", "profile y", Keys("Y", "y"))
     monkeypatch.setenv("AWS_PROFILE", "x")
-    assert (aws.keys(), aws.region(), aws.endpoint()) == (Keys("X", "x%/+=", "t"), "eu-north-1", "http://x:9")
+    assert (aws.keys("bucket"), aws.region("bucket"), aws.endpoint("bucket")) == (
+        Keys("X", "x%/+=", "t"),
+        "eu-north-1",
+        "http://x:9",
+    )
     monkeypatch.setenv("AWS_PROFILE", "y")
-    assert (aws.keys(), aws.region(), aws.endpoint()) == (Keys("Y", "y"), "us-east-1", "")
+    assert (aws.keys("bucket"), aws.region("bucket"), aws.endpoint("bucket")) == (Keys("Y", "y"), "us-east-1", "")
     monkeypatch.delenv("AWS_PROFILE")
     monkeypatch.setenv("AWS_DEFAULT_PROFILE", "x")
     aws.renew()
-    assert aws.keys() == Keys("X", "x%/+=", "t")
+    assert aws.keys("bucket") == Keys("X", "x%/+=", "t")
 
 
 def test_files_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,17 +97,17 @@ def test_files_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(home / "settings"))
     profile(home / "keys", "default", Keys("K", "k"))
     profile(home / "settings", "default", region="eu-west-2")
-    assert (aws.keys(), aws.region()) == (Keys("K", "k"), "eu-west-2")
+    assert (aws.keys("bucket"), aws.region("bucket")) == (Keys("K", "k"), "eu-west-2")
 
 
 def test_the_address_and_the_region(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (aws.endpoint(), aws.region()) == ("", "us-east-1")
+    assert (aws.endpoint("bucket"), aws.region("bucket")) == ("", "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all:1/")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
-    assert (aws.endpoint(), aws.region()) == ("http://all:1", "eu-west-1")
+    assert (aws.endpoint("bucket"), aws.region("bucket")) == ("http://all:1", "eu-west-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3:2/")
     monkeypatch.setenv("AWS_REGION", "eu-west-2")
-    assert (aws.endpoint(), aws.region()) == ("http://s3:2", "eu-west-2")
+    assert (aws.endpoint("bucket"), aws.region("bucket")) == ("http://s3:2", "eu-west-2")
 
 
 @pytest.mark.parametrize("home", ["botocore"], indirect=True)
@@ -112,7 +116,7 @@ def test_a_process_that_gives_credentials(home: Path) -> None:
     script = home / "give.py"
     script.write_text("""print('{"Version": 1, "AccessKeyId": "C", "SecretAccessKey": "c", "SessionToken": "t"}')""")
     profile(home / ".aws/config", "default", credential_process=f"{sys.executable} {script}")
-    assert aws.keys() == Keys("C", "c", "t")
+    assert aws.keys("bucket") == Keys("C", "c", "t")
     script.write_text("raise SystemExit('no one is logged in')")
     aws.renew()
     with refused(SourceError, "no-access", "s3://b/x"):

@@ -95,6 +95,15 @@ def located(client: Any, threads: int | None = None) -> Iterator[Where]:
             yield Where(temporary)
 
 
+def uses_workers(client: Any) -> bool:
+    """Return whether tasks are executed by other processes; nothing is connected."""
+    if client is None:
+        client = _configured() or _current()
+    if isinstance(client, Where):
+        return client.is_elsewhere
+    return client is not None and not (isinstance(client, str) and client.lower() in {*THREADS, *SYNCHRONOUS})
+
+
 def _cluster(value: Any) -> Any:
     """Return what `connected` takes: a cluster object, an address, or `local`.
 

@@ -13,6 +13,7 @@ from reshard.run.clusters.carried import WithArrays, carries_arrays
 from reshard.storage.page_cache import cache_of
 from reshard.storage.places import any_store, can, workers_at
 from reshard.storage.threads import live_runs, map_ordered
+from reshard.storage.urls.s3.options import refuse_on_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,8 +32,9 @@ def check_workers(plan: Plan, root: str, client: Any) -> str:
 
     Raises:
         SourceError, TargetError: the worker and the file are named; or an assigned array cannot be sent to workers.
-        ReshardError: a worker cannot run this program.
+        ReshardError: a worker cannot run this program, or has not the options of a bucket.
     """
+    refuse_on_cluster((root, *(file.path for file in plan.source.files)))
     if carries_arrays(plan, by_file=plan.by_file or not can(root).positioned):
         WithArrays(plan)  # raises before anything is written
     files = plan.read_files()

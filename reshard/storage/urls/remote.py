@@ -1,7 +1,7 @@
 """Files at URLs: read many ranges at once, write files in order.
 
-Credentials and addresses come from the environment and the files of the stores' own tools, never from a plan, so that
-they are neither written down nor sent to other machines.
+Credentials and addresses come from the environment, the files of the stores' own tools and `storage_options`, never
+from a plan, so that they are neither written down nor sent to other machines.
 
 The latency of a request to an object store equals the transfer of a megabyte or more, and such a store has no
 positioned writes. So adjacent and nearly adjacent ranges of one read are joined, and all are requested at once. A file

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 from reshard.errors import bytes_text, printable
 from reshard.storage.places import is_url
+from reshard.storage.urls.s3.options import use_options
 from reshard.view.svg import Markup, details, heading, in_place, note, page, table
 from reshard.view.text import fields_data, table_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard.readers.catalog import StoredCheckpoint
     from reshard.storage.places import AnyName
 
@@ -72,11 +75,12 @@ class Runs(Checkpoints):
         return runs_html(self)
 
 
-def runs(path: AnyName) -> Runs:
+def runs(path: AnyName, *, storage_options: Mapping[str, Any] | None = None) -> Runs:
     """List the checkpoints below a directory, of any format, with their states by names and headers.
 
     Args:
         path: a directory, a local path or a URL.
+        storage_options: as for `reshard.open`.
 
     Returns:
         their paths, steps, formats, sizes and states, and the `newest` complete one, or None.
@@ -86,6 +90,7 @@ def runs(path: AnyName) -> Runs:
     """
     from reshard.readers.catalog import stored_checkpoints  # not on every start
 
+    use_options(storage_options, path)
     return Runs(str(path), stored_checkpoints(path))
 
 

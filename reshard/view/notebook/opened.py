@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from dask.array import Array
 
     from reshard.source.checkpoint import Checkpoint as Record
+    from reshard.strategy.strategy import Strategy
     from reshard.view.notebook.hist import HistogramPicture
+    from reshard.view.svg import Picture
 
     Arrays = Mapping[str, Array]
 else:
@@ -22,7 +24,7 @@ else:
 
 
 class OpenedArrays(Arrays):
-    """The part of `reshard.Checkpoint` that any opened file of Python has."""
+    """The part of `reshard.Checkpoint` that shows it, and that any opened file of Python has."""
 
     __slots__ = ()
     _record: Record
@@ -44,6 +46,20 @@ class OpenedArrays(Arrays):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
     ) -> None:
         self.close()
+
+    def picture(self, name: str, target: Strategy | None = None) -> Picture:
+        """Draw which rank holds which block of a tensor, now and in a target strategy.
+
+        Raises:
+            reshard.MissingNameError: there is no such tensor; a `KeyError`.
+            reshard.SourceError: it cannot be read.
+            reshard.UsageError: the target strategy does not name it.
+            reshard.LayoutError: the target strategy does not fit its shape.
+        """
+        from reshard.view.html import picture
+
+        self._record.require(name)
+        return picture(self._record, name, target)
 
     def hist(self, name: str, bins: int = 64) -> HistogramPicture:
         """Read a tensor, and draw its histogram: a picture in a notebook, bars of characters in a terminal.

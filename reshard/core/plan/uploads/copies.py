@@ -16,6 +16,7 @@ from reshard.core.plan.plan import Piece
 from reshard.formats.entries import merged, ranges
 from reshard.storage.places import can
 from reshard.storage.urls.clients import in_s3
+from reshard.storage.urls.s3.options import share_options
 from reshard.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, Upload, parts_of
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def reads_urls(plan: Plan) -> bool:
 def can_copy(plan: Plan, directory: str) -> bool:
     """Return whether any byte could be copied by the store of a target."""
     plain = plan.coding is None and plan.cipher is None and plan.source.cipher is None
-    return plain and in_s3(directory) and any(in_s3(file.path) for file in plan.source.files)
+    sources = [file.path for file in plan.source.files if in_s3(file.path)] if plain and in_s3(directory) else []
+    return bool(sources) and all(share_options(path, directory) for path in sources)
 
 
 def copies_of(plan: Plan, numbers: Iterable[int]) -> dict[int, tuple[Copied, ...]]:

@@ -1,8 +1,9 @@
 """Settings and credentials of S3, and the signatures of requests (AWS Signature Version 4).
 
-They are looked for where Amazon's own tools look: environment variables, then the profile (`AWS_PROFILE`) in
-`~/.aws/credentials` and `~/.aws/config`. Roles of machines and containers, single sign-on and other processes are left
-to botocore, which also renews such credentials, if it is installed.
+They are the `storage_options` of a bucket (`options`); what these leave out is looked for where Amazon's own tools
+look: environment variables, then the profile (`AWS_PROFILE`) in `~/.aws/credentials` and `~/.aws/config`. Roles of
+machines and containers, single sign-on and other processes are left to botocore, which also renews such credentials, if
+it is installed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from reshard.errors import UsageError
+from reshard.storage.urls.s3.options import options_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,12 +56,14 @@ def _settings(profile: str, config: str, shared: str) -> Mapping[str, str]:
     return settings
 
 
-def endpoint() -> str:
-    """Return the URL of the S3 service, or "" for Amazon's.
+def endpoint(bucket: str) -> str:
+    """Return the URL of the S3 service of a bucket, or "" for Amazon's.
 
     Raises:
         UsageError: it is not a URL.
     """
+    if own := options_of(bucket).endpoint_url:
+        return own
     url = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _profile().get("endpoint_url")
     url = (url or "").rstrip("/")
     if url and not url.startswith(("http://", "https://")):
@@ -70,18 +74,25 @@ def endpoint() -> str:
     return url
 
 
-def region() -> str:
-    """Return the region of the S3 service."""
+def region(bucket: str) -> str:
+    """Return the region of the S3 service of a bucket."""
+    if own := options_of(bucket).region:
+        return own
     named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or _profile().get("region")
     return named or "us-east-1"
 
 
-def keys() -> Keys | None:
-    """Return the credentials; None if requests are not to be signed.
+def keys(bucket: str) -> Keys | None:
+    """Return the credentials for a bucket; None if requests are not to be signed.
 
     Raises:
         PermissionError: there are none.
     """
+    own = options_of(bucket)
+    if own.anon:
+        return None
+    if own.key:
+        return Keys(own.key, own.secret, own.token)
     if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in {"1", "true", "yes"}:
         return None
     access, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")

@@ -65,7 +65,7 @@ class S3Client:
 
     def _root(self, region: str) -> str:
         """Return the URL of the bucket: in the host name at Amazon, in the path elsewhere, as servers expect."""
-        if endpoint := aws.endpoint():
+        if endpoint := aws.endpoint(self.bucket):
             return f"{endpoint}/{self.bucket}"
         domain = f"s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
         is_name = re.fullmatch("[a-z0-9-]+", self.bucket)
@@ -88,10 +88,12 @@ class S3Client:
             OSError, HTTPException: the connection failed.
         """
         for is_last in (False, True):
-            region = _regions.get(self.bucket) or aws.region()
+            region = _regions.get(self.bucket) or aws.region(self.bucket)
             parameters = f"?{aws.query_of(query)}" if query else ""
             url = f"{self._root(region)}/{aws.encoded(key)}{parameters}"
-            reply = exchange(method, url, aws.signed(method, url, headers or {}, aws.keys(), region), body, into)
+            reply = exchange(
+                method, url, aws.signed(method, url, headers or {}, aws.keys(self.bucket), region), body, into
+            )
             elsewhere = reply.headers.get("x-amz-bucket-region", "")
             is_region = re.fullmatch("[a-z0-9-]+", elsewhere)  # it becomes a part of the host name
             if reply.status not in {301, 307, 400} or is_last or not is_region or elsewhere == region:
