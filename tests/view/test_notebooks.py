@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -61,8 +63,25 @@ def test_what_is_stored_was_run_and_is_small(name: str) -> None:
     counts = [cell.execution_count for cell in code_of(notebook)]
     assert counts == list(range(1, len(counts) + 1))
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
-    assert path.stat().st_size < 300_000
+    assert path.stat().st_size < 450_000
     assert notebook.cells[-1].source.startswith("## Next\n"), "it ends with what to do next"
+
+
+def test_notebooks_lead_to_each_other() -> None:
+    """Each links to the one before, the one after and the list of all; all links are of files that are there."""
+    for before, after in pairwise(ENDS):
+        assert f"]({after}.ipynb)" in read(before).cells[-1].source
+        assert f"]({before}.ipynb)" in read(after).cells[-1].source
+    for name in ENDS:
+        links = [link for cell in read(name).cells for link in re.findall(r"\]\(([^)]+)\)", cell.source)]
+        assert "README.md" in links
+        assert all((FOLDER / link).is_file() for link in links if cell_link(link))
+    listed = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"]({name}.ipynb)" in listed for name in ENDS)
+
+
+def cell_link(link: str) -> bool:
+    return link.endswith((".ipynb", ".md"))
 
 
 @pytest.mark.parametrize("name", ENDS)
