@@ -9,139 +9,27 @@ An error has a message of one line that states it, facts, and a hint with an opt
 Its `code` names the cause and stays the same when the wording changes. Faults of one file are reported together, one
 example for each cause.
 
-A hint is often an option, which the command line, Python and MindSpore's functions write in different ways. So a `Text`
-refers to an `Option`, and each of the three has `Words`: a rule, and a table of exceptions. `str(error)` is in Python's
-words.
+`str(error)` is in Python's words (`reshard.wording`).
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from reshard.wording import PYTHON, Option, Text, Words, bytes_text, joined, names, parted, printable, spelled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable
+
+__all__ = [
+    "PYTHON", "BudgetError", "ChangedError", "EncryptedError", "Faults", "GoneError", "LayoutError", "NoBucketError",
+    "Option", "PlanError", "ReshardError", "SourceError", "StrategyError", "TargetError", "Text", "UnansweredError",
+    "UnsentError", "UsageError", "VerifyError", "Words", "bytes_text", "joined", "names", "parted", "printable",
+    "spelled",
+]  # fmt: skip
 
 _SHOWN_FAULTS, _SHOWN_OTHERS = 20, 3
-
-
-class Words(NamedTuple):
-    """How options are written.
-
-    Attributes:
-        rule: writes an option that is no exception.
-        exceptions: the forms of others by their names: without a value, and with one.
-    """
-
-    rule: Callable[[Option], str]
-    exceptions: Mapping[str, tuple[str, ...]]
-
-
-_FLAGS = {"as_is", "deduplicated", "link_replicas", "overwrite", "partial", "remove_redundancy", "restart"}
-_BARE = {"allow_missing", "cast", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only"}
-"""Options that Python's texts name without a value."""
-
-
-def _argument(option: Option) -> str:
-    """Write an option as an argument of a public function; those of the target are `verify`'s."""
-    name = option.name.removeprefix("target_")
-    if option.value is not None:
-        return f"{name}={option.value!r}"
-    return name if name in _BARE or name == "dequantize" else f"{name}={'True' if name in _FLAGS else '...'}"
-
-
-_CIPHER = ("cipher=...", "cipher=reshard.Cipher({!r}, key)")
-
-PYTHON = Words(
-    _argument,
-    {
-        "cast": ("cast", "cast={{{!r}: {!r}}}"),
-        "key": _CIPHER,
-        "layout": ("layout", "layout={{{!r}: {!r}}}"),
-        "layouts_of": ("target=reshard.read_layouts(...)",),
-        "let": ("let={{{!r}: N}}",),
-        "link": ("files=reshard.LinkedDCP()",),
-        "lora_alpha": ("alpha=... to reshard.LoRA",),
-        "lora_tied": ("tied={!r} to reshard.LoRA",),
-        "memory": ("memory=...", "memory={:_}"),
-        "model_config": ("config=...",),
-        "no_server_copy": ("server_copy=False",),
-        "source_key": tuple(f"source_{form}" for form in _CIPHER),
-        "target_cipher": tuple(f"target_{form}" for form in _CIPHER),
-        "target_key": _CIPHER,
-        "target_layout": ("layout={{{!r}: {!r}}}",),
-    },
-)
-
-_SIDED = {
-    "source": {"key", "strategy"},
-    "target": {"iteration", "key", "layout", "partial", "rank_pattern", "stage", "strategy", "suffix"},
-}  # options that have names of their own for a side, if a call has both
-
-
-class Option(NamedTuple):
-    """An option that a text refers to.
-
-    Attributes:
-        name: as on the command line, with underscores; `Words` have the exceptions.
-        value: its value; None if a text names the option alone, or it has none.
-        rule: the rule of `layout` for the tensors in its value; a size of `memory`, or a path of `strategy`, as typed.
-    """
-
-    name: str
-    value: object = None
-    rule: str = ""
-
-    def of(self, side: str) -> Option:
-        """Return the option for `source` or `target`, if a call has both."""
-        return self._replace(name=f"{side}_{self.name}") if self.name in _SIDED[side] else self
-
-    def written(self, words: Words) -> str:
-        """Return what to type."""
-        forms = words.exceptions.get(self.name)
-        if forms is None:
-            return printable(words.rule(self))
-        return printable(forms[0 if self.value is None else -1].format(self.value, self.rule))
-
-
-class Text(str):
-    """A sentence in Python's words, which knows where they are options.
-
-    >>> text = Text("w: differs; give ", Option("layout", "w", "whole"))
-    >>> str(text), spelled(text, Words(repr, {"layout": ("{1} as the layout of {0}",)}))
-    ("w: differs; give layout={'w': 'whole'}", 'w: differs; give whole as the layout of w')
-    """
-
-    __slots__ = ("parts",)
-    parts: tuple[str | Option, ...]
-
-    def __new__(cls, *parts: str | Option) -> Self:
-        """Put a text together, of others too."""
-        flat = tuple(piece for part in parts for piece in (part.parts if isinstance(part, Text) else (part,)))
-        text = super().__new__(cls, "".join(_written(flat, PYTHON)))
-        text.parts = flat
-        return text
-
-    def __reduce__(self) -> tuple[type[Text], tuple[str | Option, ...]]:
-        return Text, self.parts
-
-    def map(self, change: Callable[[Option], Option]) -> Text:
-        """Return the text with each option changed."""
-        return Text(*(change(part) if isinstance(part, Option) else part for part in self.parts))
-
-
-def spelled(text: str, words: Words) -> str:
-    """Return a text in some words; one that refers to no option is as it is."""
-    return "".join(_written(text.parts, words)) if isinstance(text, Text) else text
-
-
-def joined(separator: str, texts: Iterable[str]) -> Text:
-    """Return texts as one, with something between them."""
-    return Text(*[part for text in texts for part in (separator, text)][1:])
-
-
-def _written(parts: Iterable[str | Option], words: Words) -> Iterable[str]:
-    return (part.written(words) if isinstance(part, Option) else part for part in parts)
 
 
 class ReshardError(Exception):
@@ -209,7 +97,14 @@ class ReshardError(Exception):
 
 
 class UsageError(ReshardError, ValueError):
-    """The call itself is wrong: options that contradict each other, a value outside its range."""
+    """The call itself is wrong: options that contradict each other, a value outside its range.
+
+    >>> try:
+    ...     reshard.convert("src_checkpoints", "dst", to="zip")
+    ... except reshard.UsageError as error:
+    ...     print(error.code, error.exit_code)
+    unknown-format 2
+    """
 
     exit_code = 2
     code = "usage"
@@ -220,86 +115,171 @@ class MissingNameError(UsageError, KeyError):
 
 
 class VerifyError(ReshardError):
-    """Two checkpoints that should hold the same values do not."""
+    """Two checkpoints that should hold the same values do not.
+
+    >>> error = reshard.VerifyError("a and b differ")
+    >>> error.code, error.exit_code
+    ('different', 3)
+    """
 
     exit_code = 3
     code = "different"
 
 
 class SourceError(ReshardError, ValueError):
-    """A source checkpoint is incomplete or corrupt."""
+    """A source checkpoint is incomplete or corrupt.
+
+    >>> try:
+    ...     reshard.open("missing")
+    ... except reshard.SourceError as error:
+    ...     print(error.code, error.exit_code)
+    not-found 4
+    """
 
     exit_code = 4
     code = "bad-source"
 
 
 class EncryptedError(SourceError):
-    """A source file is encrypted, and there is no key."""
+    """A source file is encrypted, and there is no key.
+
+    >>> cipher = reshard.Cipher("AES-GCM", b"0123456789ABCDEF")
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> report = reshard.plan(source, target_cipher=cipher).run("sealed")
+    >>> try:
+    ...     reshard.open("sealed")
+    ... except reshard.EncryptedError as error:
+    ...     print(error.code, error.exit_code)
+    encrypted 4
+    """
 
     code = "encrypted"
 
 
 class GoneError(SourceError):
-    """A source file does not exist any more."""
+    """A source file does not exist any more.
+
+    >>> issubclass(reshard.GoneError, reshard.SourceError), reshard.GoneError.code
+    (True, 'source-gone')
+    """
 
     code = "source-gone"
 
 
 class UnansweredError(SourceError):
-    """An object store did not answer properly in any try to read."""
+    """An object store did not answer properly in any try to read.
+
+    >>> issubclass(reshard.UnansweredError, reshard.SourceError), reshard.UnansweredError.code
+    (True, 'store-not-answering')
+    """
 
     exit_code = 1
     code = "store-not-answering"
 
 
 class LayoutError(SourceError):
-    """A layout cannot be applied to a tensor: sizes do not divide, axes are out of range."""
+    """A layout cannot be applied to a tensor: sizes do not divide, axes are out of range.
+
+    >>> try:
+    ...     reshard.Strategy.of({"w": reshard.Layout.of([4], [0])}).grid("w", (6,))
+    ... except reshard.LayoutError as error:
+    ...     print(error.code)
+    not-divisible
+    """
 
     code = "bad-layout"
 
 
 class StrategyError(SourceError):
-    """A strategy file cannot be read, contradicts itself or does not fit the checkpoint."""
+    """A strategy file cannot be read, contradicts itself or does not fit the checkpoint.
+
+    >>> try:
+    ...     reshard.read_strategy("full.npz")
+    ... except reshard.StrategyError as error:
+    ...     print(error.code)
+    not-a-strategy
+    """
 
     code = "bad-strategy"
 
 
 class PlanError(SourceError):
-    """A plan file cannot be read, contradicts itself, or would do something else than was planned."""
+    """A plan file cannot be read, contradicts itself, or would do something else than was planned.
+
+    >>> try:
+    ...     reshard.read_plan("src_strategy.ckpt")
+    ... except reshard.PlanError as error:
+    ...     print(error.code)
+    not-a-plan
+    """
 
     code = "bad-plan"
 
 
 class BudgetError(ReshardError):
-    """Memory or disk space does not suffice."""
+    """Memory or disk space does not suffice.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> try:
+    ...     reshard.plan(source, "dst_strategy.ckpt", memory="1MB")
+    ... except reshard.BudgetError as error:
+    ...     print(error.code, error.exit_code)
+    not-enough-memory 5
+    """
 
     exit_code = 5
     code = "not-enough-room"
 
 
 class TargetError(ReshardError):
-    """A target file exists already, is one of the sources, or a source changed under the run."""
+    """A target file exists already, is one of the sources, or a source changed under the run.
+
+    >>> try:
+    ...     reshard.demo(directory="src_checkpoints")
+    ... except reshard.TargetError as error:
+    ...     print(error.code, error.exit_code)
+    already-exists 6
+    """
 
     exit_code = 6
     code = "bad-target"
 
 
 class NoBucketError(TargetError):
-    """The bucket of a target does not exist."""
+    """The bucket of a target does not exist.
+
+    >>> issubclass(reshard.NoBucketError, reshard.TargetError), reshard.NoBucketError.code
+    (True, 'no-such-bucket')
+    """
 
     exit_code = 1
     code = "no-such-bucket"
 
 
 class UnsentError(TargetError):
-    """An object store did not answer properly in any try to write."""
+    """An object store did not answer properly in any try to write.
+
+    >>> issubclass(reshard.UnsentError, reshard.TargetError), reshard.UnsentError.code
+    (True, 'store-not-answering')
+    """
 
     exit_code = 1
     code = "store-not-answering"
 
 
 class ChangedError(TargetError):
-    """A source changed during the run, so that the written files are useless."""
+    """A source changed during the run, so that the written files are useless.
+
+    >>> from pathlib import Path
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> file = Path("src_checkpoints/rank_0/checkpoint_0.ckpt")
+    >>> count = file.write_bytes(file.read_bytes() + b"more")
+    >>> try:
+    ...     reshard.plan(source).run("whole")
+    ... except reshard.ChangedError as error:
+    ...     print(error.code, error.exit_code)
+    source-changed 6
+    """
 
     code = "source-changed"
 
@@ -388,20 +368,6 @@ class Faults:
         raise error
 
 
-def parted(text: str, word: str) -> list[Text]:
-    """Split a sentence at the first `; ` that a word follows; return both halves, or the whole.
-
-    >>> parted("it is; it was; open it", "open")
-    ['it is; it was', 'open it']
-    """
-    whole = Text(text)
-    for number, part in enumerate(whole.parts):
-        if isinstance(part, str) and f"; {word}" in part:
-            before, _, after = part.partition(f"; {word}")
-            return [Text(*whole.parts[:number], before), Text(word, after, *whole.parts[number + 1 :])]
-    return [whole]
-
-
 class _Cause:
     """A cause of faults: an example, and the paths of more faults."""
 
@@ -420,39 +386,3 @@ class _Cause:
         same = f"likewise {names(self._paths[1:], most=_SHOWN_OTHERS)}" if len(self._paths) > 1 else ""
         rest = " and ".join(filter(None, (same, f"{self._more} more" if self._more else "")))
         return Text(self.example, f" ({rest})") if rest else self.example
-
-
-def bytes_text(nbytes: float) -> str:
-    """Write a size in decimal units, like vendors of disks and networks.
-
-    >>> bytes_text(0), bytes_text(999), bytes_text(1_500_000), bytes_text(999_999), bytes_text(2e15)
-    ('0 B', '999 B', '1.5 MB', '1.0 MB', '2000.0 TB')
-    """
-    size, unit = float(nbytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 999.5 or (unit != "B" and size < 999.95):
-            break
-        size, unit = size / 1000, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def printable(text: object, *, keep: str = "") -> str:
-    r"""Escape unprintable characters: control characters, bidirectional marks, lone bytes.
-
-    >>> print(printable("w\x1b[2J\n"), printable("a\nb", keep="\n").count("\n"), printable("größe"))
-    w\x1b[2J\n 1 größe
-    """
-    text = str(text)
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def names(items: Iterable[object], *, most: int = 5) -> str:
-    """List some items for a message, the first few of many.
-
-    >>> names(["a", "b"]), names(range(9), most=3)
-    ('a, b', '0, 1, 2 and 6 more')
-    """
-    texts: Sequence[str] = [text if (text := str(item)).isprintable() else repr(text) for item in items]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

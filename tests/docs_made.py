@@ -1,4 +1,4 @@
-"""The generated pages of `docs/`: commands from the program's own help, environment variables, and error codes.
+"""The generated pages of `docs/`: commands, Python's names, environment variables, error codes.
 
 python tests/docs_made.py   # writes them again
 """
@@ -6,6 +6,7 @@ python tests/docs_made.py   # writes them again
 from __future__ import annotations
 
 import ast
+import doctest
 import inspect
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ import click
 from click.testing import CliRunner
 
 import reshard
+import reshard.mindspore
 from reshard import environment, errors
 from reshard.cli.main import cli
 
@@ -49,6 +51,62 @@ def below(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple
             inner = command.get_command(context, name)
             if inner and not inner.hidden:
                 yield from below(inner, (*path, name))
+
+
+def api_page() -> str:
+    """Return the page of all names for Python, each with its summary and its example."""
+    names = {name: getattr(reshard, name) for name in reshard.__all__}
+    of_mindspore = {name: getattr(reshard.mindspore, name) for name in reshard.mindspore.__all__}
+    constants = {name: value for name, value in of_mindspore.items() if not documented(value)}
+    sections = {
+        "Functions": {name: value for name, value in names.items() if not inspect.isclass(value)},
+        "Classes": {name: value for name, value in names.items() if inspect.isclass(value) and name not in KINDS},
+        "Errors": {name: value for name, value in names.items() if name in KINDS},
+        "MindSpore's functions": {name: value for name, value in of_mindspore.items() if name not in constants},
+    }
+    parts = [
+        """# Python
+
+Made by `python tests/docs_made.py` from the docstrings; `help(reshard.open)` has the arguments and the errors.
+
+The examples run in the folder that `reshard demo` makes, after
+
+```pycon
+>>> import reshard
+>>> import reshard.mindspore as ms
+>>> from reshard import *
+```
+"""
+    ]
+    for title, members in sections.items():
+        parts.append(f"## {title}\n")
+        module = "reshard.mindspore" if members.keys() <= of_mindspore.keys() else "reshard"
+        parts += [
+            f"### `{module}.{name}`\n\n{summary(value)}\n\n```pycon\n{example(value)}```\n"
+            for name, value in members.items()
+        ]
+    parts.append("## MindSpore's constants\n\n| name | value |\n|---|---|\n")
+    rows = "".join(f"| `reshard.mindspore.{name}` | `{value}` |\n" for name, value in constants.items())
+    return "\n".join(parts) + rows
+
+
+def documented(value: object) -> bool:
+    """Return whether a public name is a class or a function, which has a docstring."""
+    return inspect.isclass(value) or inspect.isfunction(value)
+
+
+def summary(value: Any) -> str:
+    """Return the first paragraph of a docstring."""
+    return " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+
+
+def example(value: Any) -> str:
+    """Return the examples of a docstring, as they are typed and answered."""
+    lines = []
+    for each in doctest.DocTestParser().get_examples(inspect.cleandoc(value.__doc__ or "")):
+        first, *rest = each.source.rstrip("\n").split("\n")
+        lines += [f">>> {first}", *(f"... {line}".rstrip() for line in rest), *each.want.splitlines()]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def errors_page() -> str:
@@ -157,6 +215,7 @@ def variables() -> dict[str, str]:
 
 
 PAGES = {
+    "reference/api.md": api_page,
     "reference/commands.md": commands_page,
     "reference/environment.md": environment_page,
     "reference/errors.md": errors_page,

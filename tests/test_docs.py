@@ -8,12 +8,14 @@ needs besides the demo (`PREPARE`).
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ from saves_files import tensor, write_save
 from transcript import Typed, check, typed
 
 import reshard
+import reshard.mindspore
 from reshard.cli.main import cli
 
 if TYPE_CHECKING:
@@ -176,7 +179,7 @@ def test_every_block_is_of_a_known_kind(page: str) -> None:
     """None is passed by because its fence is misspelled."""
     fences = FENCE.findall(text_of(page))
     assert len(fences) % 2 == 0
-    assert set(fences[::2]) <= {"console", "python", "text", "sh", "yaml"}
+    assert set(fences[::2]) <= {"console", "pycon", "python", "text", "sh", "yaml"}
     assert set(fences[1::2]) <= {""}
 
 
@@ -210,6 +213,32 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_a_generated_page_is_what_the_program_says(place: str) -> None:
     said = "run python tests/docs_made.py"
     assert text_of(f"docs/{place}") == docs_made.PAGES[place](), said
+
+
+@pytest.mark.parametrize("name", [*reshard.__all__, *(f"mindspore.{name}" for name in reshard.mindspore.__all__)])
+def test_each_public_name_has_an_example(name: str) -> None:
+    """One that is run, as pytest finds it: `doctest` looks into the module that a name is from."""
+    value = attrgetter(name)(reshard)
+    page = text_of("docs/reference/api.md")
+    if not docs_made.documented(value):
+        assert f"| `reshard.{name}` |" in page
+        return
+    assert docs_made.example(value)
+    assert f"### `reshard.{name}`\n" in page
+    examples = doctest.DocTestFinder().find(sys.modules[value.__module__])
+    assert f"{value.__module__}.{value.__qualname__}" in {each.name for each in examples if each.examples}
+
+
+@pytest.mark.slow
+def test_the_site_has_each_public_name(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path], cwd=ROOT, check=True)
+    page = (tmp_path / "reference" / "api" / "index.html").read_text()
+    for name in reshard.__all__:
+        value = getattr(reshard, name)
+        assert f'id="{value.__module__}.{value.__qualname__}"' in page
+    assert page.count(">&gt;&gt;&gt; </span>") > len(reshard.__all__)
+    assert "https://github.com/reshard/reshard/blob/HEAD/CONTRIBUTING.md" in (tmp_path / "index.html").read_text()
 
 
 def test_options_that_are_named_exist() -> None:

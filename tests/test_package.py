@@ -82,7 +82,10 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Path) -> None:
 def test_the_sdist_has_what_its_tests_need(built: Path) -> None:
     with tarfile.open(built / f"{NAME}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    rest = {"README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "pyproject.toml", ".gitignore", ".ci/run"}
+    rest = {
+        "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "PKG-INFO", "SECURITY.md",
+        "pyproject.toml", "conftest.py", "mkdocs.yml", ".gitignore", ".ci/run", ".github/workflows/tests.yml",
+    }  # fmt: skip
     assert (
         names == files(Path("reshard")) | files(Path("tests")) | files(Path("notebooks")) | files(Path("docs")) | rest
     )

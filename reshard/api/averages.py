@@ -39,6 +39,11 @@ def average(
     Raises:
         reshard.SourceError: names, shapes, or kinds of dtypes differ, or tensors cannot be averaged; all at once.
         reshard.UsageError: fewer than two checkpoints, or weights or a dtype that cannot be used.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> mean = reshard.average([source, source.scale("net.*", factor=3)], [0.5, 0.5])
+    >>> mean.sel("net.*").nbytes
+    7456
     """
     if isinstance(checkpoints, Checkpoint):
         raise UsageError("one checkpoint is given; expected several, in a list", code="wrong-type")

@@ -90,6 +90,9 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             strategy; all faults at once.
         reshard.StrategyError: the strategy cannot be read.
         reshard.UsageError: options that contradict each other or the checkpoint.
+
+    >>> reshard.open("src_checkpoints", strategy="src_strategy.ckpt")["net.layer1.weight"].shape
+    (16, 32)
     """
     options: dict[str, Any] = {
         "strategy": strategy, "rank_pattern": rank_pattern, "suffix": suffix, "layouts": layout, "stage": stage,
@@ -430,6 +433,9 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
     Raises:
         reshard.UsageError: it has neither a strategy nor metadata of its blocks; a pattern matches no tensor.
         reshard.SourceError: tensors cannot be read, or lie on ranks that no strategy can express; all at once.
+
+    >>> reshard.strategy_of(reshard.open("src_checkpoints", strategy="src_strategy.ckpt"))
+    <Strategy: 12 tensors over 8 ranks>
     """
     return strategy_of_record(record_of(checkpoint, "checkpoint"), drop=drop)
 
@@ -449,6 +455,10 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
     Raises:
         reshard.MissingNameError: there is no such object; a `KeyError`.
         reshard.SourceError: it cannot be read, or is damaged.
+
+    >>> report = reshard.convert("src_checkpoints", "run", to="dcp", step=1, source_strategy="src_strategy.ckpt")
+    >>> reshard.read_object(reshard.open("run"), "metadata.json")["sharded_backend"]
+    'torch_dist'
     """
     from reshard.readers.dcp.objects import read_object as read  # not on every start
 

@@ -54,6 +54,11 @@ def diff(
         reshard.SourceError: a checkpoint cannot be opened or read.
         reshard.UsageError: a tolerance is negative.
         reshard.BudgetError: `memory` is too little.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> differences = reshard.diff(source, source.scale("net.layer1.weight", factor=2))
+    >>> bool(differences), next(iter(differences.tensors))
+    (False, 'net.layer1.weight')
     """
     from reshard.compute.differences import diff as diff_records  # it brings numpy
 

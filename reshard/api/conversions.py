@@ -123,6 +123,11 @@ def convert(
         reshard.UsageError: options that contradict each other or the format.
         reshard.SourceError, reshard.StrategyError, reshard.BudgetError, reshard.TargetError: as `reshard.open`,
             `reshard.plan` and `Plan.run` do.
+
+    >>> options = {"source_strategy": "src_strategy.ckpt", "target_strategy": "dst_strategy.ckpt"}
+    >>> report = reshard.convert("src_checkpoints", "dst", to="safetensors", **options)
+    >>> report.files[0], len(report.files), report.tensors
+    ('rank_0/checkpoint_0.safetensors', 4, 15)
     """
     use_options(storage_options, *([] if isinstance(source, Checkpoint) else [source]), target)
     selection = selection_of(

@@ -116,6 +116,13 @@ def plan(
         reshard.StrategyError: the target is one stage of a pipeline and `stage` is not given, or has no such stage.
         reshard.BudgetError: `memory` is too little; the error names the least that works.
         reshard.UsageError: an unknown format or rank, or an option that the format does not take.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> plan = reshard.plan(source, "dst_strategy.ckpt", format="safetensors")
+    >>> plan.ranks, plan.stats.bytes_read
+    ((0, 1, 2, 3), 14924)
+    >>> plan.run("dst").tensors
+    15
     """
     record = record_of(source)
     refuse_format(target, f"give it as format={target!r}")
@@ -414,6 +421,11 @@ def read_plan(
         reshard.SourceError, reshard.TargetError: the source is missing, or is not the one that was planned.
         reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not encrypted
             and a key is given.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> reshard.plan(source, "dst_strategy.ckpt").save("plan.json")
+    >>> reshard.read_plan("plan.json").run("dst").tensors
+    15
     """
     source = None if source is None else str(as_place(source))
     record = read_record(str(as_place(path))).plan(source, cipher=cipher, target_cipher=target_cipher)

@@ -115,6 +115,12 @@ def verify(
         reshard.UsageError: a selection that matches nothing, an invalid sample, an option that would have no effect; a
             missing key that is needed according to the ledger.
         reshard.BudgetError: `memory` is too little.
+
+    >>> report = reshard.convert("src_checkpoints", "hf", to="hf", source_strategy="src_strategy.ckpt")
+    >>> bool(reshard.verify("hf"))
+    True
+    >>> bool(reshard.verify("hf", against="src_checkpoints", source_strategy="src_strategy.ckpt"))
+    True
     """
     sides = [side for side in (target, against) if side is not None]
     use_options(storage_options, *(side for side in sides if not isinstance(side, Checkpoint)))

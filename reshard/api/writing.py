@@ -246,6 +246,13 @@ def write(
             contradict each other or the format.
         reshard.BudgetError: `memory` is too little for chunks of the same rows; the error says how to rechunk.
         reshard.StrategyError, reshard.SourceError, reshard.TargetError: as `reshard.plan` and `Plan.run` do.
+
+    >>> import numpy as np
+    >>> report = reshard.write({"w": np.arange(6.0).reshape(2, 3)}, "arrays", format="hf")
+    >>> report.files
+    ('model-00001-of-00001.safetensors', 'model.safetensors.index.json')
+    >>> reshard.open("arrays")["w"][1].compute()
+    array([3., 4., 5.])
     """
     if not arrays:
         raise UsageError("there are no arrays to write", code="no-tensors")

@@ -103,6 +103,11 @@ class CheckpointDiff:
         bytes_read: number of bytes read, of both sides.
         seconds: the duration.
         warnings: warnings from opening the two.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> differences = reshard.diff(source, source.scale("net.layer1.weight", factor=2))
+    >>> differences.tensors["net.layer1.weight"].relative
+    1.0
     """
 
     a: str

@@ -209,6 +209,10 @@ class CheckpointStats:
         seconds: the duration.
         by_ranks: each file belongs to a rank.
         warnings: warnings from opening the checkpoint.
+
+    >>> stats = reshard.open("src_checkpoints", strategy="src_strategy.ckpt").stats()
+    >>> round(stats.tensors["net.layer1.weight"].moments.mean, 4)
+    -0.1065
     """
 
     root: str

@@ -87,6 +87,10 @@ class MindSporeSet:
     Attributes:
         max_shard_size: the maximum bytes of tensors in a part, unless a single tensor is larger; None for those of the
             largest file of a source that is a set, too, else for `MAX_SHARD_BYTES`.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> reshard.plan(source, format="safetensors", files=reshard.MindSporeSet()).run("whole").files
+    ('part0.safetensors', 'hyper_param.safetensors', 'param_name_map.json')
     """
 
     max_shard_size: int | None = None
@@ -132,6 +136,11 @@ class HuggingFaceSet:
     Attributes:
         max_shard_size: the maximum bytes of tensors in a file, unless a single tensor is larger; None as in
             `MindSporeSet`.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> files = reshard.HuggingFaceSet(max_shard_size=10_000)
+    >>> reshard.plan(source, format="safetensors", files=files).run("hf").files
+    ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json')
     """
 
     max_shard_size: int | None = None
@@ -169,6 +178,11 @@ class DCP:
 
     Raises:
         UsageError: a size below 1, or a number of steps below 0.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> report = reshard.plan(source, files=reshard.DCP(step=100)).run("run")
+    >>> report.files[0], report.files[-1]
+    ('iter_0000100/__0_0.distcp', 'latest_checkpointed_iteration.txt')
     """
 
     max_shard_size: int = DCP_FILE_BYTES
@@ -185,6 +199,11 @@ class LinkedDCP:
 
     No bytes of tensors are copied.
     Tensors and objects may be left out or renamed; dtypes and blocks do not change.
+
+    >>> report = reshard.convert("src_checkpoints", "step", to="dcp", source_strategy="src_strategy.ckpt")
+    >>> plan = reshard.plan(reshard.open("step"), files=reshard.LinkedDCP(), weights_only=True)
+    >>> plan.run("weights").bytes_written
+    0
     """
 
 

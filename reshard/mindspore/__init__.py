@@ -12,6 +12,8 @@ included (of Int4, `mindspore.Tensor(p.asnumpy(), dtype=mindspore.qint4x2)`).
 >>> import reshard.mindspore as ms
 >>> ms.Parameter(ms.Tensor([[1.0, 2.0]]), "weight")
 Parameter (name=weight, shape=(1, 2), dtype=Float32, requires_grad=True)
+>>> ms.Tensor([1.0, 2.0], ms.bfloat16).dtype == ms.bfloat16
+True
 
 Arguments that several functions have:
 

@@ -63,6 +63,10 @@ def ckpt_to_safetensors(
 
     Raises:
         ValueError: no file to convert, or the name map gives one name to two tensors.
+
+    >>> ms.ckpt_to_safetensors("src_checkpoints", "converted")
+    >>> len(ms.load_checkpoint("converted/rank_0/checkpoint_0.safetensors", format="safetensors"))
+    15
     """
     cipher = None if dec_key is None else Cipher(dec_mode, dec_key)
     _convert(file_path, save_path, name_map, file_name_regex, processes_num, "safetensors", cipher)
@@ -81,6 +85,11 @@ def safetensors_to_ckpt(
 
     Raises:
         ValueError: also if MindSpore lacks the dtype of a tensor.
+
+    >>> ms.ckpt_to_safetensors("src_checkpoints", "converted")
+    >>> ms.safetensors_to_ckpt("converted", "back")
+    >>> len(ms.load_checkpoint("back/rank_0/checkpoint_0.ckpt"))
+    15
     """
     _convert(file_path, save_path, name_map, file_name_regex, processes_num, "ckpt", None)
 

@@ -38,7 +38,11 @@ PYNATIVE_MODE = 1
 
 
 class ParallelMode:
-    """Values of `parallel_mode` in a script's set-up lines."""
+    """Values of `parallel_mode` in a script's set-up lines.
+
+    >>> ms.ParallelMode.SEMI_AUTO_PARALLEL
+    'semi_auto_parallel'
+    """
 
     STAND_ALONE = "stand_alone"
     DATA_PARALLEL = "data_parallel"
@@ -48,23 +52,38 @@ class ParallelMode:
 
 
 def init(backend_name: str | None = None) -> None:
-    """Accept the set-up line of a script; there is no device to connect."""
+    """Accept the set-up line of a script; there is no device to connect.
+
+    >>> ms.init()
+    """
 
 
 def set_context(**settings: object) -> None:
-    """Accept the set-up line of a script; nothing is compiled or run on a device here."""
+    """Accept the set-up line of a script; nothing is compiled or run on a device here.
+
+    >>> ms.set_context(mode=ms.GRAPH_MODE, device_target="Ascend")
+    """
 
 
 def set_auto_parallel_context(**settings: object) -> None:
-    """Accept the set-up line of a script; layouts come from strategy files, which this does not write."""
+    """Accept the set-up line of a script; layouts come from strategy files, which this does not write.
+
+    >>> ms.set_auto_parallel_context(parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL)
+    """
 
 
 def reset_auto_parallel_context() -> None:
-    """Accept the set-up line of a script; there is nothing to reset."""
+    """Accept the set-up line of a script; there is nothing to reset.
+
+    >>> ms.reset_auto_parallel_context()
+    """
 
 
 def set_seed(seed: int) -> None:
-    """Accept the set-up line of a script; nothing here is random."""
+    """Accept the set-up line of a script; nothing here is random.
+
+    >>> ms.set_seed(1)
+    """
 
 
 def get_rank(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- MindSpore's signature
@@ -75,6 +94,9 @@ def get_rank(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- MindSpo
 
     Raises:
         UsageError: the environment variable is not a number, or not below the number of processes.
+
+    >>> ms.get_rank()
+    0
     """
     return _rank_and_size()[0]
 
@@ -83,6 +105,9 @@ def get_group_size(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- M
     """Return the number of processes, as the launcher set it; 1 if it is not set.
 
     Arguments and errors: as for `get_rank`.
+
+    >>> ms.get_group_size()
+    1
     """
     return _rank_and_size()[1]
 

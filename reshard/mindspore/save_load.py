@@ -82,6 +82,9 @@ def load_checkpoint(
 
     Raises:
         ValueError: a name that does not end with the format, nothing left to load, or a CRC that differs.
+
+    >>> list(ms.load_checkpoint("src_checkpoints/rank_0/checkpoint_0.ckpt", specify_prefix="net.layer1"))
+    ['net.layer1.weight', 'net.layer1.bias']
     """
     selects = name_filter(specify_prefix, filter_prefix, choice_func)
     cipher = cipher_of(dec_key, dec_mode, format, "dec")
@@ -119,6 +122,9 @@ def load_checkpoint_async(
     """Call `load_checkpoint` in a thread and return a future; its `result()` raises the errors.
 
     The file's extension says the format.
+
+    >>> len(ms.load_checkpoint_async("src_checkpoints/rank_0/checkpoint_0.ckpt").result())
+    15
     """
     format = "safetensors" if os.fspath(ckpt_file_name).endswith(".safetensors") else "ckpt"  # noqa: A001 -- as above
     executor = ThreadPoolExecutor(1, thread_name_prefix="reshard-load")
@@ -169,6 +175,10 @@ def save_checkpoint(
         TypeError: a value that a checkpoint cannot hold.
         ValueError: an unknown format or mode, a key of the wrong length, a key for safetensors.
         IsADirectoryError: the file is a directory.
+
+    >>> ms.save_checkpoint([{"name": "w", "data": ms.Tensor([1.0, 2.0])}], "one.ckpt")
+    >>> ms.load_checkpoint("one.ckpt")["w"].asnumpy()
+    array([1., 2.], dtype=float32)
     """
     path = _target_path(save_obj, ckpt_file_name, format)
     _expect("integrated_save", integrated_save, bool, TypeError)

@@ -131,6 +131,13 @@ def merge_pipeline_strategys(src_strategy_dirs: PathLike, dst_strategy_file: Pat
 
     Raises:
         ValueError: a stage is missing, or ranks disagree.
+
+    >>> from pathlib import Path
+    >>> Path("stages").mkdir()
+    >>> file = Path("src_strategy.ckpt").rename("stages/src_strategy_0.ckpt")
+    >>> ms.merge_pipeline_strategys("stages", "merged.ckpt")
+    >>> len(ms.build_searched_strategy("merged.ckpt"))
+    12
     """
     source = Path(_path(src_strategy_dirs, "src_strategy_dirs"))
     target = _path(dst_strategy_file, "dst_strategy_file")
@@ -174,6 +181,11 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
 
     Raises:
         ValueError: the file is missing, empty, or lists no ranks.
+
+    >>> from pathlib import Path
+    >>> count = Path("group_info.pb").write_bytes(bytes.fromhex("120408000804"))
+    >>> ms.restore_group_info_list("group_info.pb")
+    [0, 4]
     """
     from google.protobuf.message import DecodeError
 
@@ -307,6 +319,9 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: Path
 
     Returns:
         The path of a file, or None.
+
+    >>> ms.get_ckpt_path_with_strategy("src_checkpoints/rank_0/checkpoint_0.ckpt", "src_strategy.ckpt")
+    'src_checkpoints/rank_0/checkpoint_0.ckpt'
     """
     path = _path(cur_ckpt_path, "cur_ckpt_path")
     rank = get_rank()

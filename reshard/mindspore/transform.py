@@ -99,6 +99,10 @@ def transform_checkpoints(
     Raises:
         ValueError: a missing rank that is needed, or, for the target of a whole model, a strategy of one stage of a
             pipeline.
+
+    >>> ms.transform_checkpoints("src_checkpoints", "dst", "checkpoint_", "src_strategy.ckpt", "dst_strategy.ckpt")
+    >>> len(ms.load_checkpoint("dst/rank_0/checkpoint_0.ckpt"))
+    15
     """
     if not isinstance(ckpt_prefix, str):
         raise TypeError(f"ckpt_prefix is a {type(ckpt_prefix).__name__}; expected the beginning of a file name")
@@ -157,6 +161,12 @@ def transform_checkpoint_by_rank(
         ValueError: the file name has another extension, the target has no such rank, the map lacks a source rank that
             is needed, or has one that the strategy does not have, or the path of a file names another rank than its
             key.
+
+    >>> needed = ms.rank_list_for_transform(1, "src_strategy.ckpt", "dst_strategy.ckpt")
+    >>> files = {rank: f"src_checkpoints/rank_{rank}/checkpoint_{rank}.ckpt" for rank in needed}
+    >>> ms.transform_checkpoint_by_rank(1, files, "rank_1.ckpt", "src_strategy.ckpt", "dst_strategy.ckpt")
+    >>> len(ms.load_checkpoint("rank_1.ckpt"))
+    15
     """
     if not isinstance(checkpoint_files_map, Mapping):
         raise TypeError(
@@ -269,6 +279,13 @@ def load_segmented_checkpoints(
     Raises:
         ValueError: nothing left to load, or files with different contents under one name (MindSpore takes any of
             them).
+
+    >>> from pathlib import Path
+    >>> Path("parts").mkdir()
+    >>> for name in ("a", "b"):
+    ...     ms.save_checkpoint([{"name": name, "data": ms.Tensor([1.0])}], f"parts/{name}.ckpt")
+    >>> sorted(ms.load_segmented_checkpoints("parts"))
+    ['a', 'b']
     """
     directory = path_of("ckpt_file_dir", ckpt_file_dir)
     if not directory.is_dir():

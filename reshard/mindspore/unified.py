@@ -106,6 +106,12 @@ def unified_safetensors(
         TypeError: `choice_func` returns neither a bool nor a string.
         ValueError: a rank that is needed is missing, `choice_func` gives two tensors one name or keeps none.
         TargetError: `dst_dir` has files of another set, which readers that do not look at the map would take too.
+
+    >>> from pathlib import Path
+    >>> ms.ckpt_to_safetensors("src_checkpoints", "ranks")
+    >>> ms.unified_safetensors("ranks", "src_strategy.ckpt", "whole")
+    >>> sorted(path.name for path in Path("whole").iterdir())
+    ['hyper_param.safetensors', 'param_name_map.json', 'part0.safetensors']
     """
     source_dir = path_of("src_dir", src_dir)
     target_dir = target_directory("dst_dir", dst_dir)
@@ -204,6 +210,14 @@ def load_distributed_checkpoint(
             another order than the ranks in their paths, two names for one tensor, a name map without a name of the
             files, a rank that the strategy does not have.
         RuntimeError: a parameter does not fit the network.
+
+    >>> ms.ckpt_to_safetensors("src_checkpoints", "ranks")
+    >>> ms.unified_safetensors("ranks", "src_strategy.ckpt", "whole")
+    >>> folders = {"unified_safetensors_dir": "whole", "dst_safetensors_dir": "dst"}
+    >>> ms.load_distributed_checkpoint(None, predict_strategy="dst_strategy.ckpt", format="safetensors", **folders)
+    True
+    >>> len(ms.load_checkpoint("dst/rank_0/net.safetensors", format="safetensors"))
+    15
     """
     check_format("format", format)
     check_format("output_format", output_format)

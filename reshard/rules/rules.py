@@ -85,6 +85,12 @@ class Rules:
         source: the side of the source; empty to choose it by the names in the source.
         root: the file or built-in rules they come from, for messages.
         content: the contents of the file.
+
+    >>> rule = {"ours": "net.layer{n}.weight", "hf": "layers.{n}.weight"}
+    >>> rules = reshard.Rules.of({"reshard-rules": 1, "sides": ["ours", "hf"], "rules": [rule]})
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> list(source.sel("net.*.weight").derive(rules))
+    ['layers.1.weight', 'layers.2.weight', 'layers.3.weight']
     """
 
     sides: tuple[str, str]

@@ -103,6 +103,12 @@ class Progress(NamedTuple):
         total: bytes of contents to be written in total.
         seconds: seconds since this run began.
         resumed: bytes in `written` from an earlier run; do not count them in the speed of this run.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> events = []
+    >>> report = reshard.plan(source).run("whole", progress=events.append)
+    >>> events[-1].written == events[-1].total
+    True
     """
 
     written: int
@@ -186,6 +192,11 @@ class Report(NamedTuple):
             not included in `bytes_written`.
         predicted_memory: the peak that the plan predicted, in bytes.
         ran_on: where the tasks ran, such as `4 threads` or `cluster tcp://10.0.0.1:8786 (2 workers, 8 threads)`.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> report = reshard.plan(source, "dst_strategy.ckpt").run("dst")
+    >>> report.tensors, report.bytes_read, report.files[0]
+    (15, 14924, 'rank_0/checkpoint_0.ckpt')
     """
 
     directory: str

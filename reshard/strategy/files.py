@@ -59,6 +59,12 @@ def read_strategy(path: AnyName) -> Strategy:
     Raises:
         StrategyError: the file is missing, cannot be parsed or contradicts itself; all faults at once, each with
             its path in the file.
+
+    >>> strategy = reshard.read_strategy("src_strategy.ckpt")
+    >>> strategy
+    <Strategy: 12 tensors over 8 ranks>
+    >>> strategy.grid("net.layer1.weight", (16, 32)).ranks
+    ((0, 1, 4, 5), (2, 3, 6, 7))
     """
     location = as_place(path)
     if location.is_dir():
@@ -147,6 +153,11 @@ def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
         UsageError: for JSON, the shape of a tensor with nested entries is not known; for protobuf, the number of
             dimensions of a tensor from JSON, which expands such entries, is not known.
         TargetError: the file cannot be written.
+
+    >>> strategy = reshard.Strategy.of({"w": reshard.Layout.of([2, 4], [1, -1])})
+    >>> reshard.write_strategy(strategy, "made.json")
+    >>> reshard.read_strategy("made.json").grid("w", (8, 6)).ranks
+    ((0, 1, 2, 3), (4, 5, 6, 7))
     """
     target = as_place(path)
     write_whole(target, to_json(strategy) if target.suffix == ".json" else to_protobuf(strategy))
@@ -159,6 +170,12 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
     Raises:
         StrategyError: a stage is missing, a file is empty, files of one stage disagree; all faults at once.
         TargetError: the file to write is one of the sources, or cannot be written.
+
+    >>> from pathlib import Path
+    >>> Path("stages").mkdir()
+    >>> file = Path("src_strategy.ckpt").rename("stages/src_strategy_0.ckpt")
+    >>> reshard.merge_strategies("stages", "merged.ckpt")
+    <Strategy: 12 tensors over 8 ranks>
     """
     source = as_place(directory)
     if not source.is_dir():

@@ -75,6 +75,11 @@ def read_layouts(path: AnyName) -> Arrangement:
 
     Raises:
         SourceError: the metadata are missing, or not valid.
+
+    >>> options = {"source_strategy": "src_strategy.ckpt", "target_strategy": "dst_strategy.ckpt"}
+    >>> report = reshard.convert("src_checkpoints", "run", to="checkpoint2", step=4, **options)
+    >>> len(reshard.read_layouts("run").tensors)
+    15
     """
     directory = iteration_at(as_place(path))
     if not (directory / METADATA).is_file():

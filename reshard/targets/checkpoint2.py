@@ -81,6 +81,11 @@ class Checkpoint2:
         max_shard_size: how many bytes of whole tensors a file may hold, unless one tensor has more. Blocks are in a
             file of weights and a file of states for each rank.
         common: the contents of `common.json`; by default the source's file, or made from the source's progress.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> report = reshard.plan(source, "dst_strategy.ckpt", files=reshard.Checkpoint2(step=4)).run("run")
+    >>> report.files[0]
+    'iteration_00000004/checkpoint-model-0000000-0000004.safetensors'
     """
 
     step: int | None = None

@@ -94,6 +94,10 @@ class Manifest:
 
     Raises:
         SourceError: a path leads out of the directory.
+
+    >>> manifest = reshard.make_manifest("src_checkpoints")
+    >>> manifest.files["rank_0/checkpoint_0.ckpt"].nbytes
+    12445
     """
 
     files: Mapping[str, FileSums]
@@ -159,6 +163,11 @@ def write_manifest(
     Raises:
         SourceError: a path leads out of the directory.
         TargetError: the file exists, or cannot be written.
+
+    >>> reshard.write_manifest(reshard.make_manifest("src_checkpoints"), "sums.json")
+    128
+    >>> bool(reshard.verify("src_checkpoints", manifest="sums.json"))
+    True
     """
     count = 0
 
@@ -200,6 +209,10 @@ def read_manifest(path: AnyName) -> Manifest:
     Raises:
         SourceError: it cannot be read, is not a manifest, has another version, or has paths that lead out of the
             directory.
+
+    >>> count = reshard.write_manifest(reshard.make_manifest("src_checkpoints"), "sums.json")
+    >>> len(reshard.read_manifest("sums.json").files)
+    8
     """
     faults = Faults(f"manifest {path}")
     repeated: list[str] = []

@@ -62,6 +62,10 @@ def make_manifest(
     Raises:
         SourceError: a file cannot be read, or is corrupt.
         UsageError: the target is a zarr store, or encrypted.
+
+    >>> manifest = reshard.make_manifest("src_checkpoints")
+    >>> len(manifest.files), min(manifest.files)
+    (8, 'rank_0/checkpoint_0.ckpt')
     """
     on_progress = progress_callback(progress, time.perf_counter())
     try:

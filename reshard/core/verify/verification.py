@@ -60,6 +60,11 @@ class Verification:
         step: the training step of the target; None if the names of its files have none.
         complete: a strategy, an index, a source or a manifest shows that nothing is missing.
         by_ranks: the files are in rank directories.
+
+    >>> report = reshard.convert("src_checkpoints", "hf", to="hf", source_strategy="src_strategy.ckpt")
+    >>> verification = reshard.verify("hf")
+    >>> bool(verification), verification.tensors
+    (True, 15)
     """
 
     target: str

@@ -87,6 +87,15 @@ def runs(path: AnyName, *, storage_options: Mapping[str, Any] | None = None) -> 
 
     Raises:
         reshard.SourceError: the directory does not exist, or cannot be listed.
+
+    >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    >>> for step in (100, 200):
+    ...     report = reshard.plan(source, files=reshard.DCP(step=step)).run("run")
+    >>> runs = reshard.runs("run")
+    >>> [(each.step, each.state) for each in runs]
+    [('100', 'complete'), ('200', 'complete')]
+    >>> runs.newest.path
+    'run/iter_0000200'
     """
     from reshard.readers.catalog import stored_checkpoints  # not on every start
 
