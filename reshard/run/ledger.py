@@ -15,13 +15,15 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ReshardError, TargetError, names
+from reshard.errors import ReshardError, SourceError, TargetError, names
 from reshard.run.locks import locks_at, opened
 from reshard.source.records import (
     DIRECTORY,
     LONGEST_COMMAND,
     RANGES_A_LINE,
+    UNREADABLE_LEDGER,
     VERSION,
+    Logs,
     Record,
     current_directory,
     digest,
@@ -129,7 +131,7 @@ class Ledger:
         """
         if not self.keeps:
             return {}
-        records, logs, _, _ = known(self.root, files)
+        records, logs, _, _ = known_of_target(self.root, files)
         self._older = {name: named for name, named in logs.items() if name != self._log}
         return records_beside(self.root, files) | records if beside else records
 
@@ -241,6 +243,21 @@ class Ledger:
             match = _PROVENANCE_NAME.fullmatch(file)
             if match and match[1] not in logs and _is_provenance(self._directory, file):
                 erase(f"{self._directory}/{file}")
+
+
+def known_of_target(root: str, files: Collection[str] | None = None, *, with_ranges: bool = True) -> Logs:
+    """Read the logs of a target that is written, as `known` does.
+
+    Raises:
+        TargetError: they exist and cannot be read.
+        SourceError: the storage of the target cannot be reached.
+    """
+    try:
+        return known(root, files, with_ranges=with_ranges)
+    except SourceError as error:
+        if error.code != UNREADABLE_LEDGER:
+            raise
+        raise TargetError(error.message, code=error.code, hint=error.hint) from None
 
 
 def records_beside(root: str, files: Collection[str]) -> dict[str, Record]:

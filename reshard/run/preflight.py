@@ -21,10 +21,10 @@ from reshard.errors import Option, TargetError, Text, names
 from reshard.formats import check_name
 from reshard.formats.directories import is_iteration, is_of_a_set
 from reshard.formats.entries import SomeFiles
-from reshard.run.ledger import records_beside, refuse_foreign
+from reshard.run.ledger import known_of_target, records_beside, refuse_foreign
 from reshard.run.locks import refuse_link
 from reshard.run.unchanged import are_of_others, is_as_planned
-from reshard.source.records import DIRECTORY, Record, known
+from reshard.source.records import DIRECTORY, Record
 from reshard.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.storage.local import local_store
 from reshard.storage.places import as_place, can
@@ -443,7 +443,7 @@ def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str]
     check_target(plan, root, older)
     refuse_link(root)
     paths = [file.path for file in plan.files]
-    records = known(root, paths).records
+    records = known_of_target(root, paths).records
     if plan.exclusive:
         refuse_foreign(f"{root}.reshard")
         records = records_beside(root, paths) | records

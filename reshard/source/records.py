@@ -35,7 +35,7 @@ import re
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from errno import ELOOP, ENOENT, ENXIO
+from errno import ELOOP, ENOENT, ENOTDIR, ENXIO
 from hashlib import blake2b
 from pathlib import Path
 from shlex import join
@@ -262,9 +262,9 @@ def listed(directory: str) -> list[str]:
         return sorted(url.removeprefix(f"{directory}/") for url in listings.now(directory))  # others write there, too
     try:
         return sorted(os.listdir(directory))  # noqa: PTH208 -- by text, as at URLs
-    except (FileNotFoundError, NotADirectoryError):
-        return []
     except OSError as error:
+        if error.errno in {ENOENT, ENOTDIR, ELOOP}:
+            return []
         raise unreadable_ledger(directory, error.strerror) from None
 
 

@@ -24,6 +24,7 @@ from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
 from reshard.formats.sets import DCP_INDEX, SET_INDEX, set_indexes
 from reshard.formats.zarr.files import is_of_store
+from reshard.run.ledger import known_of_target
 from reshard.run.locks import refuse_link
 from reshard.run.preflight import states_of
 from reshard.run.uploads import end_upload
@@ -73,7 +74,7 @@ def older_files(plan: Plan, root: str) -> dict[str, Older]:
     source = plan.source.opened
     if plan.alone or is_within(root, source.root):
         return {}
-    records = known(root, with_ranges=False).records
+    records = known_of_target(root, with_ranges=False).records
     if plan.exclusive and not as_place(f"{root}.reshard").is_symlink():
         records = known(root, directory=f"{root}.reshard", with_ranges=False).records | records
     written = {file.path for file in plan.files}
