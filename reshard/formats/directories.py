@@ -23,11 +23,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError, names
 from reshard.formats.entries import RangeReader
-from reshard.formats.sets import DCP_INDEX, HYPER_FILES, MODEL_CONFIG, SAVED_INDEX, SET_INDEX, files_beside
+from reshard.formats.sets import (
+    DCP_INDEX,
+    HYPER_FILES,
+    MODEL_CONFIG,
+    SAVED_INDEX,
+    SET_INDEX,
+    files_beside,
+)
+from reshard.siblings import siblings_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from reshard.siblings import Siblings
     from reshard.storage.places import Place
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -367,9 +376,8 @@ def refuse_one_of_several(path: Place) -> None:
 
 
 def _refuse_one_of_several(path: Place) -> None:
-    directory, siblings = path.absolute().parent, [path.name]
-    with suppress(SourceError, OSError):  # the directory may be unreadable
-        siblings = [sibling.name for sibling in directory.iterdir()]
+    directory = path.absolute().parent
+    siblings = siblings_of(directory)
     index, files = files_beside(directory, path.name, siblings)
     if path.name in files:
         if len(files) > 1:
@@ -382,7 +390,9 @@ def _refuse_one_of_several(path: Place) -> None:
         return
     parts = _numbered_alike(path.name, siblings)
     for format_ in DIRECTORY_FORMATS:
-        if name := format_.shown_by(directory, [path.name, *parts, *set(format_.marks).intersection(siblings)]):
+        if name := format_.shown_by(
+            directory, [path.name, *parts, *(name for name in format_.marks if name in siblings.names)]
+        ):
             subject = path if name == path.name else f"{name} next to {path}"
             raise SourceError(f"{subject} {format_.problem}", code=format_.code, hint=format_.advice)
     match = _NUMBERED.fullmatch(path.name)
@@ -391,10 +401,9 @@ def _refuse_one_of_several(path: Place) -> None:
     others = list(parts)
     if of_rank := MEGATRON_RANKS.files.fullmatch(directory.name):
         is_part, above = any(int(number) for number in of_rank.groups("0")), directory.parent
-        with suppress(SourceError, OSError):
-            ranks = [sibling.name for sibling in above.iterdir() if MEGATRON_RANKS.files.fullmatch(sibling.name)]
-            is_part = is_part or len(ranks) > 1
-            others = [f"{rank}/{path.name}" for rank in sorted(ranks) if rank != directory.name]
+        ranks = [name for name in siblings_of(above).names if MEGATRON_RANKS.files.fullmatch(name)]
+        is_part = is_part or len(ranks) > 1
+        others = [f"{rank}/{path.name}" for rank in sorted(ranks) if rank != directory.name]
     if is_part:
         raise SourceError(
             f"{path} is one of several parts of a checkpoint, by its name",
@@ -404,11 +413,11 @@ def _refuse_one_of_several(path: Place) -> None:
         )
 
 
-def _numbered_alike(name: str, siblings: Iterable[str]) -> list[str]:
+def _numbered_alike(name: str, siblings: Siblings) -> list[str]:
     """Return the siblings that differ from a name only in the number of a part or rank."""
     match = _NUMBERED.fullmatch(name)
-    numbered = [numbers for sibling in siblings if sibling != name and (numbers := _NUMBERED.fullmatch(sibling))]
-    return sorted(numbers[0] for numbers in numbered if match and numbers.group(1, 3) == match.group(1, 3))
+    alike = siblings.alike(_NUMBERED, match["before"], match["after"]).names if match else {}
+    return sorted({*alike.values()} - {name})
 
 
 def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:

@@ -21,9 +21,10 @@ from reshard.storage.base import COPY_AGAIN, reading
 from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.formats.entries import SizedTensor
+    from reshard.siblings import Siblings
     from reshard.storage.places import Place
 
 MAX_SHARD_BYTES = 4_000_000_000
@@ -373,20 +374,20 @@ def _numbered(file_names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
     return numbers
 
 
-def files_beside(directory: Place, name: str, names: Collection[str]) -> tuple[str, set[str]]:
+def files_beside(directory: Place, name: str, siblings: Siblings) -> tuple[str, set[str]]:
     """Return the name of the index that names a file, and all files of its set; empty if no readable index does.
 
     Args:
         directory: the directory of the file.
         name: the name of the file.
-        names: the names of the entries of the directory.
+        siblings: the names in the directory.
     """
-    for index in [*set_indexes(names), *filter(SAVED_INDEX.fullmatch, names)]:
+    for index in [*sorted(siblings.matching(SET_INDEX)), *siblings.matching(SAVED_INDEX)]:
         with suppress(SourceError, OSError):
             unlisted = HYPER_FILES if index == _MINDSPORE_INDEX else ()
             files = {*_read_map(directory / index)[0].values(), *unlisted}
             if name in files:
-                return index, files.difference({*unlisted}.difference(names))
+                return index, files.difference({*unlisted}.difference(siblings.names))
     return "", set()
 
 

@@ -156,13 +156,14 @@ def flat(directory: Directory) -> Iterator[Candidate]:
     except SourceError as error:
         yield Candidate(root, "set", "", [*directory.files.values()], partial(of_error, error, root))
         return
+    sidecars = cache(partial(_faulty_sidecar, directory))
     for name in files:
         suffix = (root / name).suffix
         kind = TORCH_SAVE_LABEL if suffix not in EXTENSIONS or _is_save(root / name) else suffix.removeprefix(".")
         path = root if len(files) == 1 and kind != TORCH_SAVE_LABEL else root / name
         states = [*directory.files.values()] if path == root else [directory.files[name]]
         opens = partial(open_checkpoint, root / name, contents=False)
-        yield Candidate(path, kind, "", states, partial(with_sidecars, directory, partial(by_opening, opens, root)))
+        yield Candidate(path, kind, "", states, partial(_with_sidecars, sidecars, partial(by_opening, opens, root)))
 
 
 def _is_save(path: Place) -> bool:
@@ -175,14 +176,23 @@ def _is_save(path: Place) -> bool:
 
 def with_sidecars(directory: Directory, examine: Callable[[], Findings]) -> Findings:
     """Return the findings about a checkpoint and the files of its trainer."""
+    return _with_sidecars(partial(_faulty_sidecar, directory), examine)
+
+
+def _with_sidecars(sidecars: Callable[[], Findings | None], examine: Callable[[], Findings]) -> Findings:
     findings = examine()
-    for name in filter(TRAINER_FILES.fullmatch, sorted(directory.files) if findings.state == "complete" else ()):
+    return (sidecars() or findings) if findings.state == "complete" else findings
+
+
+def _faulty_sidecar(directory: Directory) -> Findings | None:
+    """Return the findings about the first file of a trainer that cannot be read, or None."""
+    for name in sorted(filter(TRAINER_FILES.fullmatch, directory.files)):
         try:
             with reading(SourceError):
                 TorchFile.read(directory.place / name, "the state of a trainer", with_value=False)
         except SourceError as error:
             return of_error(error, directory.place)
-    return findings
+    return None
 
 
 def _of_set(root: Place) -> Findings:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
+from reshard.siblings import keeping_siblings
 from reshard.storage.base import similar
 from reshard.storage.places import LocalPath, RemotePath
 from reshard.storage.urls.listings import listings
@@ -75,7 +76,7 @@ def listed(root: Place) -> Iterator[Directory]:
         SourceError: it does not exist, is a file, or cannot be listed.
     """
     if isinstance(root, RemotePath):
-        with listings.kept(root.url) as files:
+        with listings.kept(root.url) as files, keeping_siblings():
             directory = Directory(root)
             for url, info in files.items():
                 _add(directory, url.removeprefix(f"{root.url}/").split("/"), FileStat(info.nbytes, info.modified))
@@ -86,7 +87,8 @@ def listed(root: Place) -> Iterator[Directory]:
         raise _missing(root, is_file=root.is_file())
     if not root.is_dir():
         raise _missing(root, is_file=root.exists())
-    yield _walked(root)
+    with keeping_siblings():
+        yield _walked(root)
 
 
 def _missing(root: Place, *, is_file: bool) -> SourceError:

@@ -21,16 +21,19 @@ from reshard.errors import Option, ReshardError, SourceError, Text, names
 from reshard.formats import is_save
 from reshard.formats.directories import SAVE_EXTENSIONS, STEP_NAME, TRAINER_FILES
 from reshard.formats.rank_dirs import EXTENSIONS, Step
+from reshard.siblings import keeping_siblings, siblings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from reshard.layout.block import Shape
+    from reshard.siblings import Alike
     from reshard.storage.places import Place
 
 _STEP = re.compile(rf"{STEP_NAME}|(?:.*[-_.=\d])?(?:ba|batch|v|version)[-_.=]?\d+", re.IGNORECASE | re.DOTALL)
 _DECIMAL = re.compile(r".*\d\.\d+", re.DOTALL)
 _RANK = re.compile(r".*(?:rank|shard|(?<![a-z])(?:part|tp|mp|pp|dp|fsdp))[-_.=]*\d+", re.IGNORECASE | re.DOTALL)
+_NUMBER = re.compile(r"(?P<number>\d{1,18})")
 _MOST_ASKED = 3  # of the siblings
 
 
@@ -40,13 +43,23 @@ class _Family(NamedTuple):
     Attributes:
         before, after: the name that is looked at, before and behind its number.
         number: its number, as it is written.
-        others: the other names, by number.
+        alike: the names, by number.
     """
 
     before: str
     number: str
     after: str
-    others: Mapping[int, str]
+    alike: Alike
+
+    @property
+    def others(self) -> list[str]:
+        """Return the other names."""
+        return [name for number, name in self.alike.names.items() if number != int(self.number)]
+
+    @property
+    def others_count(self) -> int:
+        """Return the number of other names."""
+        return len(self.alike.names) - (int(self.number) in self.alike.names)
 
     @property
     def is_of_steps(self) -> bool:
@@ -58,12 +71,21 @@ class _Family(NamedTuple):
     def is_of_ranks(self) -> bool:
         """Return whether the number is a rank; that of a LoRA adapter (`lora_rank_8`) is not counted, nor 0."""
         is_rank = _RANK.fullmatch(self.before + self.number) is not None
-        return is_rank and (self.is_counted or (bool(self.others) and 0 in {int(self.number), *self.others}))
+        has_first = int(self.number) == 0 or 0 in self.alike.names
+        return is_rank and (self.is_counted or (self.others_count > 0 and has_first))
 
     @property
     def is_counted(self) -> bool:
         """Return whether there are others, and the numbers begin near 0, without large gaps."""
-        return bool(self.others) and max(int(self.number), *self.others) < 2 * (len(self.others) + 1)
+        return self.others_count > 0 and max(int(self.number), self.alike.highest) < 2 * (self.others_count + 1)
+
+    def nearest(self) -> Iterator[str]:
+        """Yield the other names, those with the nearest numbers first."""
+        own, names = int(self.number), self.alike.names
+        for distance in range(1, max(own, self.alike.highest) + 1):
+            for number in (own - distance, own + distance):
+                if number in names:
+                    yield names[number]
 
 
 def refuse_one_of_ranks(path: Place) -> None:
@@ -76,7 +98,7 @@ def refuse_one_of_ranks(path: Place) -> None:
         _refuse_by_directory(file)
         for family in _families(file):
             if family.is_of_ranks:
-                raise _error(file, family.others.values(), f"{family.before}{{rank}}{family.after}")
+                raise _error(file, family.others, f"{family.before}{{rank}}{family.after}")
 
 
 def one_of_ranks(path: Place, shapes: Callable[[Place], Mapping[str, Shape]]) -> str:
@@ -107,25 +129,21 @@ def _with_target(path: Place) -> list[Place]:
 
 def refuse_parts_of_ranks(directory: Place) -> None:
     """Raise an error if a directory has files that are one rank's part of a model each, by their names."""
-    for name in sorted(directory.names()):
-        file = directory.absolute() / name
-        for family in _families(file) if file.suffix in SAVE_EXTENSIONS | EXTENSIONS and _RANK.search(name) else []:
-            if family.is_of_ranks and not TRAINER_FILES.fullmatch(name):
-                raise _error(file, family.others.values(), f"{family.before}{{rank}}{family.after}")
+    files = [directory.absolute() / name for name in sorted(directory.names()) if _RANK.search(name)]
+    with keeping_siblings():
+        for file in files:
+            for family in _families(file) if file.suffix in SAVE_EXTENSIONS | EXTENSIONS else []:
+                if family.is_of_ranks and not TRAINER_FILES.fullmatch(file.name):
+                    raise _error(file, family.others, f"{family.before}{{rank}}{family.after}")
 
 
 def _families(path: Place) -> list[_Family]:
     """Return the names next to a path that differ in one number, for each number of its name."""
     families = []
-    siblings: list[str] = []
-    with suppress(SourceError, OSError):  # the directory may be unreadable
-        siblings = path.parent.names()
-    for match in re.finditer(r"\d{1,18}", path.name):
+    siblings = siblings_of(path.parent)
+    for match in _NUMBER.finditer(path.name):
         before, after = path.name[: match.start()], path.name[match.end() :]
-        alike = re.compile(rf"{re.escape(before)}(\d{{1,18}}){re.escape(after)}")
-        others = {int(other[1]): other[0] for other in map(alike.fullmatch, siblings) if other}
-        others.pop(int(match[0]), None)
-        families.append(_Family(before, match[0], after, others))
+        families.append(_Family(before, match[0], after, siblings.alike(_NUMBER, before, after)))
     return families
 
 
@@ -133,19 +151,18 @@ def _refuse_by_directory(path: Place) -> None:
     """Refuse a file whose directory is that of one rank, if those of others have a file of the same name."""
     directory = path.parent
     for family in _families(directory) if _RANK.search(directory.name) else []:
-        beside = [f"{other}/{path.name}" for other in islice(family.others.values(), _MOST_ASKED)]
+        beside = [f"{other}/{path.name}" for other in islice(family.others, _MOST_ASKED)]
         if family.is_of_ranks and (others := [each for each in beside if (directory.parent / each).is_file()]):
             raise _error(path, others, "")
 
 
 def _alike(path: Place, family: _Family, shapes: Callable[[Place], Mapping[str, Shape]]) -> str | None:
     """Return the name of a sibling with the same tensors, whose shapes differ along one axis at most."""
-    nearest = sorted(family.others, key=lambda number: abs(number - int(family.number)))
-    for number in nearest[:_MOST_ASKED]:
+    for other in islice(family.nearest(), _MOST_ASKED):
         with suppress(ReshardError, OSError):  # to open the file itself says why
-            own, others = shapes(path), shapes(path.parent / family.others[number])
+            own, others = shapes(path), shapes(path.parent / other)
             if own and own.keys() == others.keys() and all(_is_cut(own[name], others[name]) for name in own):
-                return family.others[number]
+                return other
     return None
 
 
