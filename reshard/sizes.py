@@ -58,4 +58,4 @@ def counted(number: int, noun: str) -> str:
     >>> counted(1, "file"), counted(1200, "tensor")
     ('1 file', '1200 tensors')
     """
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"

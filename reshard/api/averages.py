@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from reshard.api.checkpoints import Checkpoint, record_of
-from reshard.errors import Option, ReshardError, Text, UsageError
+from reshard.arguments import checked
+from reshard.errors import Option, ReshardError, Text
 from reshard.expressions.average import average as average_of
 from reshard.messages import warn
 
@@ -16,6 +17,7 @@ _METHODS = {"dequantize": "checkpoint.dequantize('bfloat16')", "exclude": "check
 """What is done to the inputs, by the option of the command."""
 
 
+@checked
 def average(
     checkpoints: Sequence[Checkpoint],
     weights: Sequence[float] | Literal["linear", "minus-sqrt"] | None = None,
@@ -45,8 +47,6 @@ def average(
     >>> mean.sel("net.*").nbytes
     7456
     """
-    if isinstance(checkpoints, Checkpoint):
-        raise UsageError("one checkpoint is given; expected several, in a list", code="wrong-type")
     records = [record_of(each, f"checkpoint {number}") for number, each in enumerate(checkpoints)]
     try:
         average = average_of(records, weights, dtype, states)

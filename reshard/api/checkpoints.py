@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.api.asked import is_of_zarr
 from reshard.api.choices import progress_of, run_plan
+from reshard.arguments import checked
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.select import narrowed
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.view.tables import Groups
 
 
+@checked
 def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     path: AnyName | Mapping[int, AnyName] | zarr.Group,
     *,
@@ -169,6 +171,7 @@ class Checkpoint(OpenedArrays):
         """Return the names in the files that cannot be read, with the reasons."""
         return self._record.unreadable
 
+    @checked
     def sel(self, *patterns: str, dtype: str | None = None, kind: str | None = None) -> Checkpoint:
         """Return the checkpoint with only the tensors that match all conditions; nothing is read.
 
@@ -182,11 +185,12 @@ class Checkpoint(OpenedArrays):
                 `groups("kind")`.
 
         Raises:
-            reshard.UsageError: a pattern matches no tensor; the error names the nearest. An unknown dtype or kind.
+            reshard.UsageError: a pattern matches no tensor; an unknown dtype or kind.
         """
         record = self._record.sel(*patterns) if patterns else self._record
         return Checkpoint(narrowed(record, dtype=dtype, kind=kind))
 
+    @checked
     def rank(self, rank: int) -> StoredArrays:
         """Return the blocks in a rank's files as lazy dask arrays by name, shown as a table.
 
@@ -199,6 +203,7 @@ class Checkpoint(OpenedArrays):
 
         return stored_arrays(self._record, rank)
 
+    @checked
     def derive(self, rules: Rules | AnyName) -> Checkpoint:
         """Return the checkpoint with names and shapes of another program, without reading.
 
@@ -206,13 +211,13 @@ class Checkpoint(OpenedArrays):
             rules: the rules between the two programs, or their file; see `reshard.Rules`.
 
         Raises:
-            reshard.SourceError: tensors that no rule names, or several; missing parts; shapes that do not add up; all
-                at once.
+            reshard.SourceError: tensors that no rule names, or several; missing parts; shapes that do not fit.
             reshard.UsageError: its names match neither side of the rules.
         """
         rules = rules if isinstance(rules, Rules) else Rules.read(rules)
         return self._changed(rules.derived(self._record).checkpoint)
 
+    @checked
     def merge_lora(self, lora: LoRA | AnyName) -> Checkpoint:
         """Return the checkpoint with a LoRA adapter, merged into weights when they are read.
 
@@ -229,6 +234,7 @@ class Checkpoint(OpenedArrays):
 
         return self._changed(merged(self._record, lora if isinstance(lora, LoRA) else LoRA(str(lora))))
 
+    @checked
     def assign(self, arrays: Mapping[str, Any] | None = None, /, **named: Any) -> Checkpoint:
         """Return the checkpoint with arrays as tensors, in place of those of the same names, or in addition.
 
@@ -239,7 +245,7 @@ class Checkpoint(OpenedArrays):
             named: the same, for names that are identifiers.
 
         Raises:
-            reshard.UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes; all at once.
+            reshard.UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes.
 
         >>> import numpy as np
         >>> from reshard.source.checkpoint import Checkpoint as Record
@@ -250,11 +256,11 @@ class Checkpoint(OpenedArrays):
 
         return self._changed(assign(self._record, {**(arrays or {}), **named}))
 
+    @checked
     def scale(self, *patterns: str, factor: float = 1.0, shift: float = 0.0) -> Checkpoint:
         """Return the checkpoint with chosen tensors multiplied by a factor, and a number added to them.
 
-        `x * factor + shift` is computed in float32 (float64 in float64) when the tensor is read, each operation rounded
-        by itself, and rounded once to its own dtype.
+        `x * factor + shift` is computed in float32 (float64 in float64) on reading, each operation rounded by itself.
 
         Args:
             patterns: names of tensors, or globs; every one must match.
@@ -269,6 +275,7 @@ class Checkpoint(OpenedArrays):
 
         return self._changed(scale(self._record, patterns, factor, shift))
 
+    @checked
     def dequantize(self, dtype: str = "bfloat16") -> Checkpoint:
         """Return the checkpoint with quantized weights multiplied by their scales when they are read.
 
@@ -279,14 +286,14 @@ class Checkpoint(OpenedArrays):
             dtype: the dtype of these weights: `bfloat16`, `float16` or `float32`.
 
         Raises:
-            reshard.SourceError: a weight has no scales, or scales of another shape; nothing is quantized, or in another
-                way; all faults at once.
+            reshard.SourceError: a weight has no scales, or scales of another shape; nothing is quantized.
             reshard.UsageError: another dtype; rules or an adapter were applied before.
         """
         from reshard.expressions.quantized.dequantize import dequantize  # not on every start
 
         return self._changed(dequantize(self._record, dtype))
 
+    @checked
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.
 
@@ -297,6 +304,7 @@ class Checkpoint(OpenedArrays):
 
         return groups(self._record, by, Checkpoint)
 
+    @checked
     def stats(
         self,
         *,
@@ -307,8 +315,7 @@ class Checkpoint(OpenedArrays):
     ) -> CheckpointStats:
         """Compute minimum, maximum, mean, standard deviation, norm, zeros, NaNs and infinities of each tensor.
 
-        Each byte is read once; replicas are not read. The result is the same for any number of threads, and shows
-        itself in notebooks, with histograms.
+        Each byte is read once; replicas are not read. The result is the same for any number of threads.
 
         Args:
             memory: the most resident memory to use, in bytes or as `"1GB"`.
@@ -328,6 +335,7 @@ class Checkpoint(OpenedArrays):
                 self._record, memory=size_of(memory, "memory"), threads=threads, client=client, progress=callback
             )
 
+    @checked
     def to_zarr(
         self,
         store: AnyName | Store,
@@ -363,8 +371,7 @@ class Checkpoint(OpenedArrays):
             storage_options: as for `Plan.run`.
 
         Raises:
-            reshard.UsageError, reshard.SourceError, reshard.BudgetError, reshard.TargetError: as `reshard.plan` and
-                `Plan.run` do.
+            reshard.ReshardError: as `reshard.plan` and `Plan.run` do.
         """
         from reshard.api.writing import store_directory
         from reshard.formats.zarr import ZarrGroup
@@ -421,6 +428,7 @@ def record_of(checkpoint: Checkpoint, argument: str = "source") -> Record:
     return checkpoint._record  # noqa: SLF001 -- of this module
 
 
+@checked
 def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
     """Return the strategy of a checkpoint.
 
@@ -440,6 +448,7 @@ def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strate
     return strategy_of_record(record_of(checkpoint, "checkpoint"), drop=drop)
 
 
+@checked
 def read_object(checkpoint: Checkpoint, name: str) -> Any:
     """Return an object of a DCP, or a file beside its tensors, as plain data.
 

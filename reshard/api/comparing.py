@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.checkpoints import open as open_checkpoint
 from reshard.api.choices import progress_of
+from reshard.arguments import checked
 from reshard.errors import Option, ReshardError, Text
 from reshard.sizes import size_of
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from reshard.storage.places import AnyName
 
 
+@checked
 def diff(
     a: AnyName | Checkpoint,
     b: AnyName | Checkpoint,

@@ -8,6 +8,7 @@ from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import carried_out, client_of, selection_of
 from reshard.api.jobs import job
+from reshard.arguments import checked
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.inputs import Selection
 from reshard.run.settings import RunOptions
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
 
 
+@checked
 def convert(
     source: AnyName | Checkpoint,
     target: AnyName,

@@ -10,6 +10,7 @@ from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
 from reshard.api.choices import client_of, refuse_format, run_plan, selection_of
 from reshard.api.jobs import planned
+from reshard.arguments import checked
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.inputs import Selection, globs
 from reshard.core.plan.make import with_memory
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from reshard.view.svg import Picture
 
 
+@checked
 def plan(
     source: Checkpoint,
     target: Strategy | Arrangement | AnyName | None = None,
@@ -223,6 +225,7 @@ class Plan:
         """
         return self._record.explain_memory()
 
+    @checked
     def rank(self, rank: int) -> RankArrays:
         """Return the contents of a target rank, as a mapping of names to lazy dask arrays.
 
@@ -239,6 +242,7 @@ class Plan:
             )  # fmt: skip
         return RankArrays(record.source, record.blocks(rank), record.texts)
 
+    @checked
     def picture(self, name: str | None = None) -> Picture:
         """Draw the transfers from source files to target files, or those of one tensor.
 
@@ -261,6 +265,7 @@ class Plan:
             )  # fmt: skip
         return picture(self._record, name)
 
+    @checked
     def graph(
         self, directory: AnyName, *, fsync: bool = True, overwrite: bool = False, partition: str | None = None
     ) -> Graph:
@@ -289,6 +294,7 @@ class Plan:
 
         return graph(self._record, str(as_place(directory)), fsync=fsync, overwrite=overwrite, partition=partition)
 
+    @checked
     def run(
         self,
         directory: AnyName,
@@ -368,6 +374,7 @@ class Plan:
             record = with_memory(record, limit, threads)
         return run_plan(record, directory, options, progress)
 
+    @checked
     def to_dataframe(self) -> Any:
         """Return the plan as a `pandas.DataFrame`, a row for each tensor that it writes.
 
@@ -381,6 +388,7 @@ class Plan:
 
         return plan_frame(self._record)
 
+    @checked
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a plan file, which `reshard.read_plan` and `reshard run` read.
 
@@ -401,6 +409,7 @@ class Plan:
         return html(self._record)
 
 
+@checked
 def read_plan(
     path: str | os.PathLike[str],
     *,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import progress_of, selection_of
+from reshard.arguments import checked
 from reshard.core.verify.verify import as_it_is
 from reshard.core.verify.verify import verify as verify_record
 from reshard.run.clusters.where import uses_workers
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
 
 
+@checked
 def verify(
     target: AnyName | Checkpoint,
     strategy: Strategy | AnyName | None = None,

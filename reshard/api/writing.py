@@ -13,6 +13,7 @@ import numpy as np
 from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.choices import carried_out, client_of
 from reshard.api.jobs import job, with_format
+from reshard.arguments import checked
 from reshard.core.plan.inputs import Selection
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, UsageError
@@ -184,6 +185,7 @@ def _from_array(name: Any, value: Any) -> FromArray:
     return FromArray.of(name, array, dtype)
 
 
+@checked
 def write(
     arrays: Mapping[str, Any],
     target: AnyName,

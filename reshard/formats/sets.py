@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reshard.arguments import checked_fields
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.formats.entries import ShardFiles, SomeFiles
 from reshard.storage.base import COPY_AGAIN, reading
@@ -77,6 +78,7 @@ _OF = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.", re.DOTALL)
 _LARGEST_INDEX = 1 << 26
 
 
+@checked_fields
 @dataclass(frozen=True, slots=True)
 class MindSporeSet:
     """A unified set in MindSpore's style.
@@ -128,6 +130,7 @@ class MindSporeSet:
         return ShardFiles(tuple(paths), of, (_MINDSPORE_INDEX, json.dumps(content, indent=4).encode()))
 
 
+@checked_fields
 @dataclass(frozen=True, slots=True)
 class HuggingFaceSet:
     """A unified set in Hugging Face's style.
@@ -166,6 +169,7 @@ class HuggingFaceSet:
         return ShardFiles(paths, of, (_HUGGING_FACE_INDEX, index), {"format": "pt"})
 
 
+@checked_fields
 @dataclass(frozen=True, slots=True)
 class DCP:
     """A distributed checkpoint of PyTorch.

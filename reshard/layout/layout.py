@@ -23,7 +23,8 @@ from itertools import combinations
 from math import comb, lcm, prod
 from typing import TYPE_CHECKING
 
-from reshard.errors import LayoutError
+from reshard.arguments import checked
+from reshard.errors import LayoutError, UsageError
 from reshard.layout.block import is_possible, shape_text
 from reshard.layout.grid import MOST_DEVICES, grid, map_text
 from reshard.spelling import did_you_mean
@@ -123,24 +124,26 @@ class Layout:
         >>> Layout.of([2, 2, 2], [(1, 0), -1]).tensor_map
         ((1, 0), ())
         """
-        axes = tuple(
-            tuple(value for value in ((entry,) if isinstance(entry, int) else tuple(entry)) if value != -1)
-            for entry in tensor_map
-        )
-        layout = cls(
-            tuple(dev_matrix),
-            axes,
-            opt_weight_shard_size,
-            opt_weight_shard_step or 0,
-            tuple(param_split_shape),
-            tuple(indices_offset),
-            field,
-        )
+        try:
+            axes = tuple(
+                tuple(value for value in ((entry,) if isinstance(entry, int) else tuple(entry)) if value != -1)
+                for entry in tensor_map
+            )
+            layout = cls(
+                tuple(dev_matrix), axes, opt_weight_shard_size, opt_weight_shard_step or 0, tuple(param_split_shape),
+                tuple(indices_offset), field,
+            )  # fmt: skip
+        except TypeError:  # checked only now, since there are layouts by the thousand
+            raise UsageError(
+                f"dev_matrix is {dev_matrix!r:.60} and tensor_map {tensor_map!r:.60}; expected lists of whole numbers",
+                code="bad-argument",
+            ) from None
         if opt_weight_shard_step is None:
             layout = replace(layout, opt_weight_shard_step=layout.shard_step())
         return layout
 
     @classmethod
+    @checked
     def parse(cls, rule: str, ndim: int, devices: int) -> Layout:
         """Parse the text of a rule, as in the argument `layouts` of `reshard.open`.
 

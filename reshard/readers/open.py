@@ -25,6 +25,7 @@ from reshard.readers.openers.one_of_ranks import one_of_ranks, refuse_one_of_ran
 from reshard.readers.ranks import (
     IndexedFiles,
     changed_text,
+    check_files,
     index_ranks,
     left_of_several,
     lone_rank,
@@ -432,6 +433,7 @@ def _read_undescribed(
     """Read the headers of files that do not describe their blocks: of ranks, or of a unified set."""
     warnings: list[str] = []
     if isinstance(path, Mapping):
+        check_files(path, rank_pattern, suffix)
         chosen = {rank: as_place(path[rank]) for rank in sorted(path)}
         for file in chosen.values():
             if len(chosen) == 1:

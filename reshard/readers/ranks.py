@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats.directories import is_later_part
-from reshard.formats.rank_dirs import rank_of
+from reshard.formats.rank_dirs import RANK_PATTERN, rank_of
 from reshard.layout.layout import Layout
 from reshard.source.headers import indexed, key_of
 from reshard.source.made import made_of
@@ -115,6 +115,19 @@ def lone_rank(
     advised = Text(reason, ", or give ", Option("layout", "*", "whole"), " if it lacks nothing")
     warnings.append(advised)
     return advised
+
+
+def check_files(path: Mapping[int, AnyName], rank_pattern: str, suffix: str | None) -> None:
+    """Check the files of ranks that are given by number.
+
+    Raises:
+        UsageError: there is none, a rank is negative, or an option for finding files is given, too.
+    """
+    if not path or min(path) < 0:
+        raise UsageError(f"path is {path!r:.60}; expected files by rank, such as {{0: PATH}}", code="bad-argument")
+    if suffix is not None or rank_pattern != RANK_PATTERN:
+        option = Option("rank_pattern" if suffix is None else "suffix")
+        raise UsageError(Text(option, " finds files, and the files are given"), code="no-effect", hint="leave it out")
 
 
 def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:

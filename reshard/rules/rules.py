@@ -50,6 +50,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.arguments import checked
 from reshard.errors import Faults, UsageError, names
 from reshard.rules.numbers import Numbers, numbers_in, read_config
 from reshard.rules.patterns import families
@@ -101,6 +102,7 @@ class Rules:
     content: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
+    @checked
     def read(
         cls,
         path: AnyName,

@@ -21,6 +21,7 @@ from dataclasses import replace
 from shlex import quote
 from typing import TYPE_CHECKING, NoReturn
 
+from reshard.arguments import checked
 from reshard.errors import Faults, Option, ReshardError, StrategyError, Text, names
 from reshard.layout.block import LONGEST_NAME
 from reshard.layout.layout import foldings
@@ -46,6 +47,7 @@ _LAST_NUMBER = re.compile(r"(.*?)(\d{1,9})(\D*)", re.DOTALL)
 
 
 @reading(StrategyError)
+@checked
 def read_strategy(path: AnyName) -> Strategy:
     """Read a strategy file, or merge a directory of the files of a pipeline's ranks.
 
@@ -144,6 +146,7 @@ def strategy_files(directory: Place) -> list[Place]:
     return sorted(files[".ckpt"] + files[".json"], key=lambda p: ([int(n) for n in numbers.findall(p.name)], p.name))
 
 
+@checked
 def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
     """Write a strategy file for MindSpore.
 
@@ -164,6 +167,7 @@ def write_strategy(strategy: Strategy, path: str | os.PathLike[str]) -> None:
 
 
 @reading(StrategyError)
+@checked
 def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLike[str]) -> Strategy:
     """Merge the strategy files of a pipeline's ranks into one, and return it.
 

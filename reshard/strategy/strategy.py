@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.arguments import checked
 from reshard.errors import Faults, LayoutError, Option, StrategyError, Text, names
 from reshard.layout.arrangement import Arranged, Arrangement
 from reshard.layout.block import shape_text
@@ -124,6 +125,7 @@ class Strategy:
             object.__setattr__(self, "others", True)
 
     @classmethod
+    @checked
     def of(
         cls, layouts: Mapping[str, Layout | Mapping[int, Layout]], *, shapes: Mapping[str, Shape] | None = None
     ) -> Strategy:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.arguments import checked
 from reshard.errors import Faults, SourceError
 from reshard.layout.arrangement import Arranged, Arrangement
 from reshard.layout.layout import Layout
@@ -67,6 +68,7 @@ class ArrangementRecord:
         return Arrangement(tensors, range(devices), devices, lists_all=True)
 
 
+@checked
 def read_layouts(path: AnyName) -> Arrangement:
     """Return the arrangement of a Checkpoint 2.0 of MindSpore Transformers.
 

@@ -21,6 +21,7 @@ from io import BytesIO
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.arguments import checked_fields
 from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, names
 from reshard.formats import safetensors
 from reshard.formats.directories import CHECKPOINT2, ORBAX, TRACKER
@@ -68,6 +69,7 @@ _RANK_BYTES = 20  # the same for the number of a rank
 _BREAKING = re.compile("[,()'\"\\\\]")
 
 
+@checked_fields
 @dataclass(frozen=True, slots=True)
 class Checkpoint2:
     """The files of a Checkpoint 2.0.

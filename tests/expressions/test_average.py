@@ -370,8 +370,8 @@ def test_blocks_that_no_file_has(tmp_path: Path) -> None:
     [
         ({"weights": [1.0]}, "wrong-count"),
         ({"weights": [1.0, float("nan")]}, "bad-weight"),
-        ({"weights": ["1", 0.5]}, "bad-weight"),
-        ({"weights": "cosine"}, "unknown-schedule"),
+        ({"weights": ["1", 0.5]}, "bad-argument"),
+        ({"weights": "cosine"}, "bad-argument"),
         ({"dtype": "int32"}, "unsupported-dtype"),
         ({"dtype": "float8_e4m3fn"}, "unsupported-dtype"),
         ({"dtype": "float31"}, "unknown-dtype"),
@@ -386,7 +386,7 @@ def test_arguments(tmp_path: Path, arguments: dict[str, Any], code: str) -> None
 def test_no_list_of_checkpoints(tmp_path: Path) -> None:
     with refused(UsageError, "no-sources"):
         reshard.average([])
-    with refused(UsageError, "wrong-type"):
+    with refused(UsageError, "bad-argument"):
         reshard.average(ranks_of(tmp_path / "a"))  # type: ignore[arg-type]
     for weights in (None, "linear", "minus-sqrt", [1.0]):
         with refused(UsageError, "one-source"):

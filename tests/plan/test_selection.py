@@ -372,7 +372,7 @@ def test_casts_as_the_command_line_has_them(source: reshard.Checkpoint, tmp_path
         ({"cast": "float32"}, "bad-value", "'float32'"),
         ({"cast": ["=bf16"]}, "bad-value", "'=bf16'"),
         ({"cast": "a=b"}, "unknown-dtype", "'a'"),
-        ({"name_map": "names.json"}, "wrong-type", "'names.json'"),
+        ({"name_map": "names.json"}, "bad-argument", "'names.json'"),
     ],
 )
 def test_selections_of_wrong_types(source: reshard.Checkpoint, keywords: dict[str, Any], code: str, place: str) -> None:

@@ -180,7 +180,7 @@ def test_python_is_asked_for_the_stage_too(pipeline: Pipeline, tmp_path: Path) -
         planned = reshard.plan(source, reshard.read_strategy(pipeline.four_strategy))
         planned.save(tmp_path / f"{stage}.json")
         assert reshard.read_plan(tmp_path / f"{stage}.json").missing == planned.missing
-    with refused(UsageError, "bad-value", "'both'"):
+    with refused(UsageError, "bad-argument", "'both'"):
         reshard.open(pipeline.source, strategy=pipeline.all, stage="both")  # type: ignore[arg-type]
     with refused(StrategyError, "no-such-stage", "stage 0", "it has 1"):
         reshard.open(pipeline.source, strategy=pipeline.files / LAST[1], stage=0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.api.demos.examples import seventy_billion, torchtitan, training, unpack_mindspore, write_large
+from reshard.arguments import checked
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.source.made import made_of
 from reshard.source.records import DIRECTORY
@@ -71,6 +72,7 @@ crashed/           a run whose last step was interrupted, and an older run
 }
 
 
+@checked
 def demo(name: str = "mindspore", directory: str | os.PathLike[str] | None = None) -> Path:
     """Write a small checkpoint to try things on, and return its folder.
 

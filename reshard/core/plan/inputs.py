@@ -14,6 +14,7 @@ from glob import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from reshard.arguments import checked
 from reshard.dtypes import INT4, DType, by_name
 from reshard.errors import Faults, Option, Text, UsageError, names
 from reshard.formats.provenance import (
@@ -80,6 +81,7 @@ class Selection:
     rules: Rules | None
     lora: LoRA | None
 
+    @checked
     def __init__(
         self,
         include: str | Iterable[str] = (),
@@ -100,8 +102,6 @@ class Selection:
             from reshard.rules.lora import LoRA  # rarely needed
 
             lora = LoRA(**lora)
-        if not isinstance(name_map, Mapping):
-            raise UsageError(f"name_map is {name_map!r:.60}; expected a dict of old to new names", code="wrong-type")
         values = {
             "include": globs(include), "exclude": globs(exclude), "weights_only": weights_only,
             "name_map": dict(name_map), "drop": globs(drop), "allow_missing": globs(allow_missing), "rules": rules,

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from reshard.arguments import checked
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import Faults, SourceError, names
 from reshard.layout.block import LONGEST_NAME
@@ -147,6 +148,7 @@ class Manifest:
         return f"<Manifest: {count} file{'s' * (count != 1)}, {nbytes} bytes, {sums} checksums of tensors>"
 
 
+@checked
 def write_manifest(
     manifest: Manifest | Iterable[tuple[str, FileSums]], path: AnyName, *, overwrite: bool = False
 ) -> int:
@@ -203,6 +205,7 @@ def _file_data(file: FileSums) -> dict[str, object]:
     return data
 
 
+@checked
 def read_manifest(path: AnyName) -> Manifest:
     """Read and validate a manifest, which may be at a URL.
 

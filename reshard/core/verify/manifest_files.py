@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from reshard.arguments import checked
 from reshard.core.verify.difference import Difference
 from reshard.core.verify.manifest import FileSums, Manifest, PartSum, read_manifest, write_manifest
 from reshard.core.verify.sums import progress_callback, sum_contents, thread_count
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from reshard.targets.destination import TargetFile
 
 
+@checked
 def make_manifest(
     target: AnyName,
     *,

@@ -30,6 +30,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.arguments import checked_fields
 from reshard.dtypes import INT4
 from reshard.errors import Option, Text, UsageError
 from reshard.formats.entries import Content, FileLayout
@@ -81,6 +82,7 @@ _LONGEST_FILE_NAME = 255
 _LEVELS = range(-131072, 23)  # compression levels of zstd
 
 
+@checked_fields
 @dataclass(frozen=True, slots=True)
 class ZarrGroup:
     """One zarr v3 group of whole tensors.

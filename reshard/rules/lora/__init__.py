@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from reshard.errors import UsageError
-from reshard.storage.places import as_place
+from reshard.storage.places import RemotePath, as_place
 
 MOST_ALPHA = 1e9
 TIED = ("both", "untie")
@@ -36,6 +37,8 @@ class LoRA:
     digest: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.root, str | os.PathLike | RemotePath):
+            raise UsageError(f"root is {self.root!r:.60}; expected a path", code="bad-argument")
         if self.alpha is not None and not is_alpha(self.alpha):
             raise UsageError(
                 f"the alpha of a LoRA adapter is {self.alpha!r:.60}; expected a number, such as 16", code="bad-value"

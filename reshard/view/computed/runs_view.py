@@ -8,6 +8,7 @@ from os.path import relpath
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, overload
 
+from reshard.arguments import checked
 from reshard.errors import bytes_text, printable
 from reshard.storage.places import is_url
 from reshard.storage.urls.s3.options import use_options
@@ -75,6 +76,7 @@ class Runs(Checkpoints):
         return runs_html(self)
 
 
+@checked
 def runs(path: AnyName, *, storage_options: Mapping[str, Any] | None = None) -> Runs:
     """List the checkpoints below a directory, of any format, with their states by names and headers.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from reshard.arguments import checked
 from reshard.storage.local import local_store
 from reshard.storage.places import is_url
 
@@ -47,6 +48,7 @@ class OpenedArrays(Arrays):
     ) -> None:
         self.close()
 
+    @checked
     def picture(self, name: str, target: Strategy | None = None) -> Picture:
         """Draw which rank holds which block of a tensor, now and in a target strategy.
 
@@ -61,6 +63,7 @@ class OpenedArrays(Arrays):
         self._record.require(name)
         return picture(self._record, name, target)
 
+    @checked
     def hist(self, name: str, bins: int = 64) -> HistogramPicture:
         """Read a tensor, and draw its histogram: a picture in a notebook, bars of characters in a terminal.
 
