@@ -32,7 +32,7 @@ MOST_ROOMS = 10  # of a shelf
 
 DASK_USERS = {
     "api.writing", "run.clusters.connect", "run.clusters.waking", "run.clusters.where", "run.executor", "run.graph",
-    "run.layers", "run.run", "view.arrays",
+    "run.layers", "run.run", "view.arrays", "view.arrays.low",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.api.asked import is_of_zarr
@@ -24,7 +25,7 @@ from reshard.storage.urls.s3.options import use_options
 from reshard.view.notebook.opened import OpenedArrays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
 
     import zarr
     from dask.array import Array
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from reshard.core.plan.inputs import Selection
     from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import Checkpoint as Record
-    from reshard.source.checkpoint import Tensor
     from reshard.storage.cipher import Cipher
     from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
@@ -55,6 +55,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     iteration: int | None = None,
     cipher: Cipher | None = None,
     contents: bool | Literal["blocks"] = True,
+    chunks: Any = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint, reading headers and samples of the contents.
@@ -83,6 +84,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         contents: compare samples of the strategy's replicas with each other, and of its different blocks; `blocks`
             compares only different blocks. Copies that are not sampled are taken to differ by rank if they may;
             `reshard.verify` compares all of them.
+        chunks: the chunks of lazy arrays; see `Checkpoint.array`.
         storage_options: credentials and address of the buckets of `s3://` URLs, in place of the environment's: `key`,
             `secret`, `token`, `endpoint_url`, `region` and `anon`, as for fsspec and pandas; also those two in
             `client_kwargs`. They hold for the bucket in this process alone, so not with a cluster.
@@ -108,7 +110,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         use_options(storage_options, *(path.values() if isinstance(path, Mapping) else [path]))
         record = open_checkpoint(path, **options)
     warn(record.warnings)
-    return Checkpoint(record)
+    return Checkpoint(replace(record, opening=replace(record.opening, chunks=chunks)))
 
 
 class Checkpoint(OpenedArrays):
@@ -117,9 +119,9 @@ class Checkpoint(OpenedArrays):
     >>> from reshard.source.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['assign', 'close', 'dequantize', 'derive', 'format', 'groups', 'hist', 'merge_lora', 'nbytes', 'picture', 'rank',
-     'ranks', 'root', 'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_dataframe', 'to_zarr', 'unreadable',
-     'warnings']
+    ['array', 'assign', 'astype', 'close', 'dequantize', 'derive', 'format', 'groups', 'hist', 'merge_lora', 'nbytes',
+     'picture', 'rank', 'ranks', 'root', 'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_dataframe', 'to_zarr',
+     'unreadable', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -130,46 +132,6 @@ class Checkpoint(OpenedArrays):
 
     __eq__ = object.__eq__  # Mapping's would compute arrays
     __hash__ = object.__hash__
-
-    @property
-    def root(self) -> str:
-        """Return the directory or file that was opened."""
-        return self._record.root
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors by name, with dtype and shape (`spec`) and blocks (`shards`)."""
-        return self._record.tensors
-
-    @property
-    def format(self) -> str | None:
-        """Return the format of the files; None if it is mixed."""
-        return self._record.format
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of all whole tensors in bytes; replicas count once."""
-        return self._record.nbytes
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Return the rank of each file, ascending."""
-        return self._record.ranks
-
-    @property
-    def strategy(self) -> Strategy | None:
-        """Return the strategy; None if the source is whole or describes its own blocks."""
-        return self._record.strategy
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings from opening it."""
-        return self._record.warnings
-
-    @property
-    def unreadable(self) -> Mapping[str, str]:
-        """Return the names in the files that cannot be read, with the reasons."""
-        return self._record.unreadable
 
     @checked
     def sel(self, *patterns: str, dtype: str | None = None, kind: str | None = None) -> Checkpoint:
@@ -294,6 +256,21 @@ class Checkpoint(OpenedArrays):
         return self._changed(dequantize(self._record, dtype))
 
     @checked
+    def astype(self, dtype: str) -> Checkpoint:
+        """Return the checkpoint with all tensors of floats in another dtype, rounded to nearest when they are read.
+
+        Args:
+            dtype: `float64`, `float32`, `bfloat16`, `float16`, `float8_e4m3fn` or `float8_e5m2`.
+
+        Raises:
+            reshard.UsageError: another dtype.
+            reshard.SourceError: a tensor has blocks in no file; all at once.
+        """
+        from reshard.expressions.cast import astype  # not on every start
+
+        return self._changed(astype(self._record, dtype))
+
+    @checked
     def groups(self, by: str = "name") -> Groups:
         """Return the number, size and dtypes of the tensors.
 
@@ -334,6 +311,28 @@ class Checkpoint(OpenedArrays):
             return stats(
                 self._record, memory=size_of(memory, "memory"), threads=threads, client=client, progress=callback
             )
+
+    @checked
+    def array(self, name: str, *, chunks: Any = None) -> Array:
+        """Return a tensor as a lazy dask array.
+
+        Sums and means of bfloat16, float16 and float8 are accumulated in float32 (`LowPrecisionArray` in the guide).
+
+        Args:
+            name: the name of the tensor.
+            chunks: in the words of dask: `"auto"`, the most bytes (`"64MB"`), a number of rows and columns, -1 for all,
+                a tuple or a dict by dimension. Each chunk reads its own bytes. By default a chunk is a source shard;
+                shards larger than 16 MiB, or than dask's `array.chunk-size`, are cut along their rows.
+
+        Raises:
+            reshard.MissingNameError: there is no such tensor; a `KeyError`.
+            reshard.SourceError: it cannot be read; the reason is in `unreadable`.
+            reshard.UsageError: dask does not understand the chunks.
+        """
+        from reshard.view.arrays import tensor_array  # it brings dask
+
+        self._record.require(name)
+        return tensor_array(self._record, name, chunks=chunks)
 
     @checked
     def to_zarr(
@@ -388,25 +387,13 @@ class Checkpoint(OpenedArrays):
         return run_plan(plan, store, options, progress)
 
     def __getitem__(self, name: str, /) -> Array:
-        """Return a tensor as a lazy dask array, with one chunk per source shard.
+        """Return a tensor as a lazy dask array, as `array(name)` does.
 
         Raises:
             reshard.MissingNameError: there is no such tensor; a `KeyError`.
             reshard.SourceError: it cannot be read; the reason is in `unreadable`.
         """
-        from reshard.view.arrays import tensor_array  # it brings dask
-
-        self._record.require(name)
-        return tensor_array(self._record, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._record.tensors)
-
-    def __len__(self) -> int:
-        return len(self._record.tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._record.tensors
+        return self.array(name)
 
     def _changed(self, record: Record) -> Checkpoint:
         """Return a checkpoint that was made of this one, and warn of what it adds."""

@@ -30,7 +30,7 @@ from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Computation, Opening
 from reshard.storage.places import as_place
 from reshard.storage.urls.s3.options import use_options
-from reshard.view import arrays as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
+from reshard.view.arrays import low as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

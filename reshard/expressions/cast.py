@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.dtypes import by_name
+from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.expressions.arithmetic import rounded, scratch
-from reshard.expressions.operand import AnyBox
+from reshard.expressions.computed import computed
+from reshard.expressions.operand import AnyBox, Operand
+from reshard.source.facts import Computation
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.dtypes import DType
-    from reshard.expressions.operand import Operand
     from reshard.layout.block import Block, Shape
+    from reshard.source.checkpoint import Checkpoint
+
+FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+"""The dtypes that `astype` converts, and converts to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,3 +86,34 @@ class Number(AnyBox):
     def evaluate(self, box: Block, out: NDArray[Any]) -> None:  # noqa: ARG002 -- it has one element
         """Fill an array with the number."""
         out[...] = self.value
+
+
+def astype(source: Checkpoint, dtype: str) -> Checkpoint:
+    """Return a checkpoint with all tensors of floats in another dtype; nothing is read.
+
+    Args:
+        source: the checkpoint.
+        dtype: the dtype.
+
+    Raises:
+        UsageError: the dtype is not one of floats.
+        SourceError: a tensor has blocks in no file; all at once.
+    """
+    target = by_name(dtype, UsageError, FLOATS)
+    if target.name not in FLOATS:
+        raise UsageError(
+            f"tensors are not converted to {target}", code="unsupported-dtype", facts=[f"expected {names(FLOATS)}"]
+        )
+    faults = Faults(source.root)
+    expressions = {}
+    for name, tensor in source.tensors.items():
+        if tensor.spec.dtype.name in FLOATS and tensor.spec.dtype != target:
+            operand = Operand(source, name)
+            try:
+                operand.require()
+            except SourceError as error:
+                faults.add(f"tensor {name!r}", error)
+            expressions[name] = Cast(operand, target)
+    faults.raise_if_any(SourceError)
+    opening = replace(source.opening, computation=Computation("astype", {"dtype": target.name}, (source,)))
+    return replace(computed(source, expressions), opening=opening, origin=None)

@@ -35,7 +35,7 @@ ARRAYS = "(arrays)"
 
 _DEEPEST, _MOST_SOURCES = 16, 1000
 
-_TITLES = {"dequantize": "dequantized weights", "scale": "scaled tensors"}
+_TITLES = {"astype": "converted tensors", "dequantize": "dequantized weights", "scale": "scaled tensors"}
 """Nouns for the kinds of computations, if they are not nouns."""
 
 

@@ -103,6 +103,13 @@ def _input(record: InputRecord, open_source: Callable[[SourceRecord], Checkpoint
     return checkpoint.without(set(record.left_out))
 
 
+def _astype(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
+    from reshard.expressions.cast import astype  # seldom
+
+    (source,) = inputs
+    return astype(source, **options)
+
+
 def _average(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
     from reshard.expressions.average import average  # seldom
 
@@ -129,6 +136,7 @@ def _assign(_inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkp
 
 _KINDS: dict[str, Callable[[Sequence[Checkpoint], Mapping[str, Any]], Checkpoint]] = {
     "assign": _assign,
+    "astype": _astype,
     "average": _average,
     "dequantize": _dequantize,
     "scale": _scale,

@@ -123,6 +123,7 @@ class Opening:
         rules: how the user says that tensor-parallel parts are cut, in a format that does not say it; by name or glob.
         states: the words before the names of weights that are optimizer states, if the format has them.
         quantized: how its weights are quantized; None if they are plain, or nothing tells.
+        chunks: the chunks of lazy arrays, in the words of dask; None for the source's shards.
     """
 
     stage: int | None = None
@@ -137,6 +138,7 @@ class Opening:
     rules: Mapping[str, str] = field(default_factory=dict)
     states: frozenset[str] = frozenset()
     quantized: Quantized | None = None
+    chunks: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -75,16 +75,6 @@ class StoredTensor:
     def ndim(self) -> int:
         """Return the number of dimensions."""
         return len(self.shape)
-
-    def part(self, box: Block) -> StoredTensor:
-        """Return a box of the tensor; its blocks may begin at negative indices."""
-        moved = []
-        for piece in self.pieces:
-            if piece.block & box is not None:
-                start = tuple(a - o for a, o in zip(piece.block.start, box.start, strict=True))
-                stop = tuple(b - o for b, o in zip(piece.block.stop, box.start, strict=True))
-                moved.append(replace(piece, block=Block(start, stop)))
-        return replace(self, shape=box.shape, pieces=tuple(moved))
 
     def __getitem__(self, index: object) -> np.ndarray[Any, Any]:
         items = full_index(index, self.ndim)

@@ -43,9 +43,9 @@ def public(thing: object) -> set[str]:
 
 def test_checkpoints_and_plans_show_few_names(source: reshard.Checkpoint) -> None:
     assert public(source) - public({}) | {"get", "items", "keys", "values"} == {
-        "assign", "close", "dequantize", "derive", "format", "groups", "hist", "merge_lora", "nbytes", "picture",
-        "rank", "ranks", "root", "scale", "sel", "stats", "strategy", "tensors", "to_dataframe", "to_zarr",
-        "unreadable", "warnings", "get", "items", "keys", "values",
+        "array", "assign", "astype", "close", "dequantize", "derive", "format", "groups", "hist", "merge_lora",
+        "nbytes", "picture", "rank", "ranks", "root", "scale", "sel", "stats", "strategy", "tensors", "to_dataframe",
+        "to_zarr", "unreadable", "warnings", "get", "items", "keys", "values",
     }  # fmt: skip
     assert public(reshard.plan(source)) == {
         "dropped", "explain_memory", "format", "graph", "left_out", "missing", "picture", "rank", "ranks", "run",

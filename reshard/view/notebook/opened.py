@@ -1,4 +1,4 @@
-"""The habits of Python and notebooks, for `reshard.Checkpoint`: `with`, completions of names, how it shows itself."""
+"""What any opened file of Python has, for `reshard.Checkpoint`: names, facts, `with`, completions, its picture."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from reshard.storage.local import local_store
 from reshard.storage.places import is_url
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from dask.array import Array
 
     from reshard.source.checkpoint import Checkpoint as Record
+    from reshard.source.checkpoint import Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.view.notebook.hist import HistogramPicture
     from reshard.view.svg import Picture
@@ -29,6 +31,46 @@ class OpenedArrays(Arrays):
 
     __slots__ = ()
     _record: Record
+
+    @property
+    def root(self) -> str:
+        """Return the directory or file that was opened."""
+        return self._record.root
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the tensors by name, with dtype and shape (`spec`) and blocks (`shards`)."""
+        return self._record.tensors
+
+    @property
+    def format(self) -> str | None:
+        """Return the format of the files; None if it is mixed."""
+        return self._record.format
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of all whole tensors in bytes; replicas count once."""
+        return self._record.nbytes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the rank of each file, ascending."""
+        return self._record.ranks
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """Return the strategy; None if the source is whole or describes its own blocks."""
+        return self._record.strategy
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings from opening it."""
+        return self._record.warnings
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Return the names in the files that cannot be read, with the reasons."""
+        return self._record.unreadable
 
     def close(self) -> None:
         """Close the local files that reads left open; later reads open them again.
@@ -106,3 +148,12 @@ class OpenedArrays(Arrays):
         from reshard.view.html import html
 
         return html(self._record)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record.tensors)
+
+    def __len__(self) -> int:
+        return len(self._record.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._record.tensors
