@@ -322,7 +322,7 @@ class Checkpoint(OpenedArrays):
             name: the name of the tensor.
             chunks: in the words of dask: `"auto"`, the most bytes (`"64MB"`), a number of rows and columns, -1 for all,
                 a tuple or a dict by dimension. Each chunk reads its own bytes. By default a chunk is a source shard;
-                shards larger than 16 MiB, or than dask's `array.chunk-size`, are cut along their rows.
+                shards larger than 8 MiB, or than dask's `array.chunk-size`, are cut along their rows.
 
         Raises:
             reshard.MissingNameError: there is no such tensor; a `KeyError`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from itertools import count, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from refusals import refused
 from samples import examples
 
+import reshard
 from reshard.core.plan.plan import RankBlock
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError
@@ -115,6 +117,87 @@ def test_shards_that_are_no_grid_are_cut_at_every_edge(tmp_path: Path) -> None:
     lazy = tensor_array(stored(tmp_path, values, blocks, "float32"), "w")
     assert lazy.chunks == ((2, 4), (1, 3))
     assert np.array_equal(lazy.compute(), values)
+
+
+def test_a_task_has_the_pieces_of_its_own_chunk(tmp_path: Path) -> None:
+    """So that the graph grows with the ranks, not with their square."""
+    values = numbered((60, 4))
+    lazy = tensor_array(stored(tmp_path, values, grid((60, 4), [list(range(1, 60)), []]), "float32"), "w")
+    tasks = dict(lazy.dask)
+    assert set(tasks) == {(lazy.name, number, 0) for number in range(60)}
+    assert [len(task.args[0].value.pieces) for task in tasks.values()] == [1] * 60
+    assert max(len(pickle.dumps(task)) for task in tasks.values()) < 2000
+    assert np.array_equal(lazy.compute(), values)
+
+
+@pytest.mark.slow
+def test_thousands_of_ranks_take_seconds(tmp_path: Path) -> None:
+    def seconds(checkpoint: Checkpoint) -> float:
+        start = time.perf_counter()
+        tensor_array(checkpoint, "w").compute()
+        return time.perf_counter() - start
+
+    checkpoints = {}
+    for ranks in (256, 2048):
+        values = numbered((ranks, 16))
+        checkpoints[ranks] = stored(tmp_path, values, grid(values.shape, [list(range(1, ranks)), []]), "float32")
+    rounds = [[seconds(checkpoint) for checkpoint in checkpoints.values()] for _ in range(7)]
+    few, many = map(min, zip(*rounds, strict=True))
+    assert many < 3
+    assert many < 14 * few
+
+
+def test_large_shards_are_cut_along_their_rows(tmp_path: Path) -> None:
+    values = numbered((100, 8))  # 32 bytes a row
+    checkpoint = stored(tmp_path, values, grid((100, 8), [[90], []]), "float32")
+    assert tensor_array(checkpoint, "w").chunks == ((90, 10), (8,))
+    with dask.config.set({"array.chunk-size": "1 kB"}):
+        lazy = tensor_array(checkpoint, "w")
+        assert lazy.chunks == ((30, 30, 30, 10), (8,))
+        assert np.array_equal(lazy.compute(), values)
+    with dask.config.set({"array.chunk-size": "16 B"}):
+        assert tensor_array(checkpoint, "w").chunksize == (1, 4)
+    wide = Shard(Block.whole((3, 10 << 20)), (Extent(0, ()),))
+    zeros = Tensor.of(TensorSpec("w", BY_NAME["bfloat16"], (3, 10 << 20)), [wide])
+    large = tensor_array(Checkpoint(checkpoint.root, {"w": zeros}, checkpoint.files, checkpoint.ranks), "w")
+    assert large.chunks == ((1, 1, 1), (*[3495254], *[3495253] * 2))  # 8 MiB are the most
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        (-1, ((6,), (8,))), (4, ((4, 2), (4, 4))), ((2, -1), ((2, 2, 2), (8,))), ({0: 5}, ((5, 1), (8,))),
+        ("auto", ((6,), (8,))), (((1, 5), (8,)), ((1, 5), (8,))), ("32 B", None),
+    ],
+)  # fmt: skip
+def test_chunks_are_cut_at_the_reads(tmp_path: Path, reads: list[int], chunks: Any, expected: Any) -> None:
+    values = numbered((6, 8))
+    checkpoint = stored(tmp_path, values, grid((6, 8), [[3], [5]]), "float32")
+    lazy = tensor_array(checkpoint, "w", chunks=chunks)
+    assert type(lazy) is da.Array
+    assert expected is None or lazy.chunks == expected
+    assert len(lazy.dask) == lazy.npartitions
+    assert expected is not None or prod(lazy.chunksize) * 4 <= 32
+    assert np.array_equal(lazy.compute(), values)
+    reads.clear()
+    assert np.array_equal(lazy.blocks[0, 0].compute(), values[: lazy.chunks[0][0], : lazy.chunks[1][0]])
+    assert sum(reads) < values.nbytes or lazy.npartitions == 1
+
+
+def test_chunks_of_all_tensors_are_given_when_opening(tmp_path: Path) -> None:
+    values = numbered((6, 8))
+    reshard.write({"w": values, "b": values[0], "step": np.int32(3)}, tmp_path / "set", format="hf")
+    source = reshard.open(tmp_path / "set", chunks="64 B")
+    for tensors in (source, source.sel("*"), source.scale("w", factor=2), source.rank(0), reshard.plan(source).rank(0)):
+        assert tensors["w"].nbytes // tensors["w"].npartitions <= 64
+        assert tensors["step"].compute() == 3
+    assert source.array("w", chunks=-1).npartitions == 1
+    assigned = source.assign(w=da.from_array(values, chunks=3))
+    assert assigned.array("w", chunks=2).numblocks == (3, 4)
+    with refused(reshard.UsageError, "bad-chunks", "'w'", "'many'"):
+        source.array("w", chunks="many")
+    with refused(reshard.UsageError, "bad-chunks", "'b'"):
+        reshard.open(tmp_path / "set", chunks=(2, 2))["b"]
 
 
 def test_a_slice_reads_only_its_bytes(tmp_path: Path, reads: list[int]) -> None:

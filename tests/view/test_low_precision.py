@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -10,9 +12,11 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
+from refusals import refused
 
 import reshard
 from reshard.dtypes import BY_NAME
+from reshard.view.arrays.low import LowPrecisionArray
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,8 +127,8 @@ ACCUMULATES: dict[str, Idiom] = {
 
 
 @pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning")
-@pytest.mark.parametrize("scheduler", ["sync", "threads"])
-def test_what_accumulates_does_so_in_float32(low: da.Array, dtype: str, scheduler: str) -> None:
+def test_what_accumulates_does_so_in_float32(low: da.Array, dtype: str) -> None:
+    scheduler = "sync" if low.numblocks[1] == 1 else "threads"
     values = numbers(dtype).astype(np.float64)
     lazy = {name: idiom(low) for name, (idiom, _) in ACCUMULATES.items()}
     results = dask.compute(lazy, scheduler=scheduler)[0]
@@ -145,4 +149,171 @@ def test_twenty_thousand_ones(dtype: str, tmp_path: Path) -> None:
     assert da.concatenate([ones, ones]).sum().compute() == 40_000
     assert da.cumsum(ones, axis=0)[-1].compute() == 20_000
     assert da.std(ones).compute() == 0
+    assert da.mean(ones.reshape(-1, 1), axis=1).astype(ones.dtype).sum().compute() == 20_000
     assert ones.compute().mean() == np.sum(ones.compute()) / 20_000 == 1
+
+
+ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
+    "x + x": lambda x: x + x,
+    "x * 2": lambda x: x * 2,
+    "abs": lambda x: abs(-x),
+    "max": lambda x: x.max(axis=0),
+    "np.minimum": lambda x: np.minimum(x, x[::-1]),
+    "where": lambda x: da.where(x > 3, x, -x),
+    "transposed": lambda x: x.T,
+    "concatenate": lambda x: da.concatenate([x, x]),
+    "cast back": lambda x: da.sum(x, axis=0).astype(x.dtype),
+    "product, cast back": lambda x: (x @ x.T).astype(x.dtype),
+    "power, cast back": lambda x: (x**2).astype(x.dtype),
+    "cumulative, cast back": lambda x: da.cumsum(x, axis=1).astype(x.dtype),
+}
+
+
+@pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning", "ignore::RuntimeWarning")
+def test_other_results_keep_the_dtype(low: da.Array, dtype: str) -> None:
+    for name, idiom in ELEMENTWISE.items():
+        lazy = idiom(low)
+        result = lazy.compute(scheduler="sync")
+        assert type(result) is LowPrecisionArray, name
+        assert lazy.dtype == result.dtype == BY_NAME[dtype].numpy(), name
+
+
+def test_computed_arrays_are_arrays_of_numpy(low: da.Array, dtype: str) -> None:
+    values = numbers(dtype)
+    result = low.compute()
+    assert isinstance(result, np.ndarray)
+    assert type(np.asarray(result)) is np.ndarray
+    assert np.shares_memory(np.asarray(result), result)
+    assert type(result.astype("float32")) is np.ndarray
+    assert result.tobytes() == values.tobytes()
+    assert type(result.view(np.uint8)) is np.ndarray
+    assert type(result[0, 0]) is type(values[0, 0])
+    assert type(result.mean()) is np.float32
+    assert str(result) == str(values)
+    copy = pickle.loads(pickle.dumps(result))  # noqa: S301
+    assert type(copy) is LowPrecisionArray
+    assert (copy == values).all()
+    assert type((low == 1).compute()) is type(low.argmax(axis=0).compute()) is np.ndarray
+    assert repr(low.mean(axis=0).compute()) == repr(np.asarray(low.mean(axis=0).compute()))
+    assert type(low.mean().compute()) is type(low.sum().compute()) is np.float32
+
+
+def test_a_wider_dtype_is_given(low: da.Array, dtype: str) -> None:
+    values = numbers(dtype).astype("float64")
+    for total in (low.sum(dtype="float64"), da.sum(low, dtype="float64"), np.sum(low, dtype="float64")):
+        assert total.dtype == total.compute().dtype == np.float64
+        assert total.compute() == values.sum()
+    assert da.mean(low, dtype="float64").compute() == values.mean()
+
+
+def test_arrays_can_be_stored(low: da.Array, dtype: str, tmp_path: Path) -> None:
+    target = np.zeros(SHAPE, BY_NAME[dtype].numpy())
+    da.store(low, target, lock=False)
+    assert target.tobytes() == numbers(dtype).tobytes()
+    reshard.write({"w": low, "mean": da.mean(low, axis=0), "total": low.sum()}, tmp_path / "written", format="hf")
+    written = reshard.open(tmp_path / "written")
+    assert written["w"].compute().tobytes() == numbers(dtype).tobytes()
+    assert written["mean"].dtype == np.float32
+    assert np.allclose(written["mean"].compute(), numbers(dtype).astype("float64").mean(0))
+    assert written["total"].compute() == numbers(dtype).astype("float64").sum()
+
+
+def test_the_norm_of_float16_does_not_overflow(tmp_path: Path) -> None:
+    reshard.write({"w": np.full((4, 4), 1000, np.float16)}, tmp_path / "set", format="hf")
+    assert float(da.linalg.norm(reshard.open(tmp_path / "set")["w"])) == 4000
+
+
+def test_scalars_are_stacked(dtype: str, tmp_path: Path) -> None:
+    ones = {f"one.{number}": np.ones((), BY_NAME[dtype].numpy()) for number in range(300)}
+    reshard.write(ones, tmp_path / "set", format="hf")
+    source = reshard.open(tmp_path / "set")
+    total = da.stack([source[name] for name in source]).sum()
+    assert total.dtype == total.compute(scheduler="sync").dtype == np.float32
+    assert total.compute(scheduler="sync") == 300
+
+
+def test_a_checkpoint_is_converted_lazily(low: da.Array, dtype: str, tmp_path: Path) -> None:
+    source = reshard.open(tmp_path / "set")
+    wide = source.astype("float32")
+    assert wide["w"].dtype == np.float32
+    assert np.array_equal(wide["w"].compute(), numbers(dtype).astype("float32"))
+    assert wide.astype(dtype)["w"].compute().tobytes() == numbers(dtype).tobytes()
+    reshard.convert(wide, tmp_path / "wide", to="hf")
+    assert reshard.open(tmp_path / "wide")["w"].dtype == np.float32
+    reshard.verify(tmp_path / "wide")
+    with refused(reshard.UsageError, "unsupported-dtype", "int8"):
+        source.astype("int8")
+
+
+def test_a_rank_of_a_plan_that_casts(dtype: str, tmp_path: Path) -> None:
+    reshard.write({"w": np.ones(20_000, "float32")}, tmp_path / "set", format="hf")
+    plan = reshard.plan(reshard.open(tmp_path / "set"), selection=reshard.Selection(cast={"float32": dtype}))
+    ones = plan.rank(0)["w"]
+    assert ones.dtype == ones.compute().dtype == BY_NAME[dtype].numpy()
+    assert da.sum(ones).compute() == 20_000
+
+
+MEMORY = """
+import sys, dask.array as da, reshard
+weight = reshard.open("set")["w"]
+da.ones(8, chunks=4).mean().compute(num_workers=4)
+peak = lambda word: int(open("/proc/self/status").read().split(word)[1].split()[0]) * 1024
+before = peak("VmRSS:")
+assert da.mean(weight).compute(num_workers=4) == 1
+assert weight.sum(axis=0).compute(num_workers=4).max() == 32768
+print(peak("VmHWM:") - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_mean_takes_little_memory(tmp_path: Path) -> None:
+    """Chunks of 8 MiB on four threads, of a tensor of 268 MB in one shard."""
+    ones = np.ones((32_768, 4_096), BY_NAME["bfloat16"].numpy())
+    reshard.write({"w": ones}, tmp_path / "set", format="hf", max_shard_size="1GB")
+    command = [sys.executable, "-c", MEMORY]
+    done = subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, text=True)
+    assert int(done.stdout) < 100e6
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_between_processes(tmp_path: Path) -> None:
+    """Chunks that one worker reads and another sums keep their type."""
+    distributed = pytest.importorskip("distributed")
+    for dtype in LOW:
+        reshard.write({"w": numbers(dtype)}, tmp_path / dtype, format="hf")
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        for dtype in LOW:
+            lazy = reshard.open(tmp_path / dtype).array("w", chunks=(7, 11))
+            values = numbers(dtype).astype("float64")
+            whole = client.compute(lazy).result()
+            assert whole.tobytes() == numbers(dtype).tobytes()
+            assert type(whole) is LowPrecisionArray
+            moved = client.persist(lazy).rechunk((60, 5))  # chunks meet on other workers
+            assert client.submit(lambda array: array.shape, lazy).result() == SHAPE
+            for idiom, truth in [
+                (da.mean, np.mean), (da.sum, np.sum), (da.std, np.std), (da.linalg.norm, np.linalg.norm),
+                (lambda x: (x @ x.T).sum(), lambda v: (v @ v.T).sum()),
+            ]:  # fmt: skip
+                np.testing.assert_allclose(client.compute(idiom(lazy)).result(), truth(values), rtol=3e-5)
+                np.testing.assert_allclose(client.compute(idiom(moved)).result(), truth(values), rtol=3e-5)
+
+
+PLANNED = """
+import dask
+dask.config.set({"array.query-planning": True})
+import dask.array as da, reshard
+source = reshard.open("set")
+assert da.mean(source["w"]).compute() == source["w"].mean().compute() == 1
+assert da.sum(source["w"]).compute() == da.concatenate([source["w"]]).sum().compute() == 20_000
+assert source.array("w", chunks=3000)[5:7].compute().tolist() == [1, 1]
+assert source["w"].name == source["w"].name
+"""
+
+
+def test_dask_may_plan_expressions(tmp_path: Path) -> None:
+    reshard.write({"w": np.ones(20_000, BY_NAME["bfloat16"].numpy())}, tmp_path / "set", format="hf")
+    subprocess.run([sys.executable, "-c", PLANNED], cwd=tmp_path, check=True, timeout=120)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Chunks = tuple[tuple[int, ...], ...]
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 8 << 20
 """The most bytes of a chunk by default: each thread holds one, and a sum in float32 takes twice as much beside it."""
 
 
@@ -111,6 +111,16 @@ def flat_array(arrays: Sequence[da.Array]) -> da.Array:
     return da.concatenate([array.reshape(-1) for array in arrays])
 
 
+def cast_array(array: da.Array, dtype: np.dtype[Any]) -> da.Array:
+    """Return an array in another dtype, which accumulates in float32 if it is of low precision."""
+    meta = low_precision(array._meta.astype(dtype))  # noqa: SLF001 -- dask's own word for it
+    return array.map_blocks(_cast, dtype, dtype=dtype, meta=meta)
+
+
+def _cast(chunk: Any, dtype: np.dtype[Any]) -> Any:
+    return low_precision(chunk.astype(dtype))
+
+
 def text_array(name: str, text: str) -> da.Array:
     """Return the value of a `str` entry as a 0-d array."""
     return da.from_array(np.array(text), name=f"{name}-{tokenize('reshard', name, text)}")
@@ -165,13 +175,17 @@ def _lazy(stored: _Stored, token: str, box: Block, chunks: Any) -> da.Array:
     for piece, hull in zip(stored.pieces, hulls, strict=True):
         for place in product(*(_overlapped(of_dim, *span) for of_dim, span in zip(edges, hull, strict=True))):
             pieces.setdefault(place, []).append(piece)
-    graph = {}
+    tasks = {}
     for place in product(*(range(len(of_dim)) for of_dim in sizes)):
         own = DataNode(None, replace(stored, pieces=tuple(pieces.get(place, ()))))
         index = tuple(slice(of_dim[number], of_dim[number + 1]) for of_dim, number in zip(edges, place, strict=True))
-        graph[name, *place] = Task((name, *place), getter, own, index)
+        tasks[name, *place] = Task((name, *place), getter, own, index)
     meta = low_precision(np.empty((0,) * stored.ndim, stored.dtype))
-    return da.Array(HighLevelGraph.from_collections(name, graph), name, sizes, meta=meta)
+    if da.array_expr_enabled():  # dask plans expressions, and names what is made of tasks itself
+        from dask.array._array_expr._collection import from_graph  # there is no public way
+
+        return from_graph(tasks, meta, sizes, [*tasks], stored.name)
+    return da.Array(HighLevelGraph.from_collections(name, tasks), name, sizes, meta=meta)
 
 
 def _overlapped(edges: list[int], start: int, stop: int) -> range:
@@ -210,8 +224,8 @@ def _shards(hulls: Sequence[Sequence[tuple[int, int]]], box: Block) -> Chunks:
 def _cut(sizes: Chunks, itemsize: int) -> Chunks:
     """Return chunk sizes with large chunks cut along their rows, or inside of these if one row is too large.
 
-    >>> _cut(((150_000, 8), (64,)), 4)
-    ((50000, 50000, 50000, 8), (64,))
+    >>> _cut(((75_000, 8), (64,)), 4)
+    ((25000, 25000, 25000, 8), (64,))
     """
     limit = min(CHUNK_BYTES, parse_bytes(dask.config.get("array.chunk-size")))
     cut: list[tuple[int, ...]] = []

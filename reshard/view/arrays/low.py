@@ -6,9 +6,9 @@ help. Therefore the chunks and the `meta` of a lazy array are `LowPrecisionArray
 
 1. What accumulates (`sum`, `mean`, `tensordot`, `norm`) does so in float32, whatever narrower dtype dask asks for.
    The result is float32, or a wider dtype that was asked for.
-2. Partial results are `_Wide`s: the next step of dask asks for the narrow dtype again.
+2. Results are `AccumulatedArray`s: the next step of dask asks for the narrow dtype again.
 3. An empty result is what dask infers the dtype of a lazy array from. It refuses dask's cast to the narrow dtype
-   (`_Wide.astype`), so that the lazy array says float32, too.
+   (`AccumulatedArray.astype`), so that the lazy array says float32, too.
 """
 
 from __future__ import annotations
@@ -105,10 +105,7 @@ class LowPrecisionArray(np.ndarray[Any, Any]):
         if func in _WITHOUT_COPY:
             wanted = args[2] if len(args) > 2 else kwargs.get("dtype")
             options = {**kwargs, "dtype": _wide(wanted or args[0].dtype)}
-            result = _wrapped(func(*_plain(args[:2]), *args[3:], **_plain(options)), arrays, accumulated=True)
-            # dask keeps the dimensions in every step but the last
-            is_last = isinstance(args[0], _Wide) and not (kwargs.get("keepdims") or getattr(result, "_casts", 0))
-            return np.asarray(result)[()] if is_last else result
+            return _wrapped(func(*_plain(args[:2]), *args[3:], **_plain(options)), arrays, accumulated=True)
         options = {**kwargs, "dtype": np.dtype(np.float32)} if _is_low(kwargs.get("dtype")) else dict(kwargs)
         return _wrapped(func(*_widened(args), **_widened(options)), arrays, accumulated=True)
 
@@ -167,8 +164,8 @@ class LowPrecisionArray(np.ndarray[Any, Any]):
         return np.dot(self, *args, **kwargs)
 
 
-class _Wide(LowPrecisionArray):
-    """What a step accumulated, or counted; the next step of dask may ask for the narrow dtype again.
+class AccumulatedArray(LowPrecisionArray):
+    """A float32 array that was accumulated from low precision, or counts; the next step may be in low precision again.
 
     To infer a dtype, dask (2026.8) calls a function with empty arrays. It casts the result to the dtype that it
     expects, which is the narrow one, up to three times, and slices it at most once before each cast. Such a result
@@ -187,27 +184,26 @@ class _Wide(LowPrecisionArray):
         if self._casts and _is_low(dtype):
             return _as_meta(np.asarray(self), self._casts - 1)
         result = super().astype(dtype, *args, **kwargs)
-        return result.view(_Wide) if result.dtype.kind == "i" else result  # counts are added, too
+        return result.view(AccumulatedArray) if result.dtype.kind == "i" else result  # counts are added, too
 
     def sum(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sum; an array even if it has no dimensions, as dask divides it by a count."""
-        result = np.sum(self, *args, **kwargs)
-        return result if getattr(result, "_casts", 0) else np.asarray(result).view(_Wide)
+        return _as_array(np.sum(self, *args, **kwargs))
 
     def __repr__(self) -> str:
         return repr(np.asarray(self))
 
 
-def _as_meta(result: Any, casts: int = 3) -> _Wide:
+def _as_meta(result: Any, casts: int = 3) -> AccumulatedArray:
     """Return an accumulated result from which dask infers a dtype."""
-    meta: _Wide = result.view(_Wide)
+    meta: AccumulatedArray = result.view(AccumulatedArray)
     meta._casts, meta._sliced = casts, False  # noqa: SLF001 -- of this module
     return meta
 
 
 def _as_array(result: Any) -> Any:
     """Return a scalar as an array of no dimensions, so that the next step knows that it was accumulated."""
-    return np.asarray(result).view(_Wide) if isinstance(result, np.generic) else result
+    return np.asarray(result).view(AccumulatedArray) if isinstance(result, np.generic) else result
 
 
 def low_precision(array: Any) -> Any:
@@ -259,7 +255,7 @@ def _arrays(values: Any) -> Iterator[Any]:
 
 
 def _any_wide(values: Any) -> bool:
-    return any(isinstance(array, _Wide) for array in _arrays(values))
+    return any(isinstance(array, AccumulatedArray) for array in _arrays(values))
 
 
 def _wrapped(result: Any, inputs: Any, *, accumulated: bool) -> Any:
@@ -274,10 +270,10 @@ def _wrapped(result: Any, inputs: Any, *, accumulated: bool) -> Any:
         return result
     if result.dtype in LOW_PRECISION:
         return result.view(LowPrecisionArray)
-    wide = [array for array in arrays if isinstance(array, _Wide)]
+    wide = [array for array in arrays if isinstance(array, AccumulatedArray)]
     is_count = result.dtype.kind == "i" and any(array.dtype.kind == "i" for array in wide)
     is_sum = result.dtype.kind == "f" and (accumulated or bool(wide))
-    return result.view(_Wide) if is_count or is_sum else result
+    return result.view(AccumulatedArray) if is_count or is_sum else result
 
 
 def _unpickled(kind: type, contents: Any, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -310,7 +306,7 @@ def _nannumel(array: Any, **kwargs: Any) -> Any:
 
 def _count(where: Any, **kwargs: Any) -> Any:
     """Count elements in float64: the dtype of the result, which dask asks for, is too narrow."""
-    return _as_array(np.sum(where, **{**kwargs, "dtype": np.float64})).view(_Wide)
+    return _as_array(np.sum(where, **{**kwargs, "dtype": np.float64})).view(AccumulatedArray)
 
 
 def _einsum(*args: Any, **kwargs: Any) -> Any:
@@ -322,7 +318,8 @@ def _percentile(array: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _divide(a: Any, b: Any, dtype: Any = None) -> Any:
-    return np.true_divide(_plain(a), _plain(b)).astype(_wide(dtype or np.float32))
+    result = np.true_divide(_plain(a), _plain(b)).astype(_wide(dtype or np.float32))
+    return result.view(AccumulatedArray) if result.ndim else result
 
 
 dispatch.numel_lookup.register(LowPrecisionArray, _numel)

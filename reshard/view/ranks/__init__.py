@@ -13,7 +13,7 @@ from reshard.layout.block import Block, shape_text
 from reshard.source.holdings import with_all_stages
 from reshard.spelling import missing_name
 from reshard.strategy.names import ranks_text
-from reshard.view.arrays import flat_array, stored_array, sub_array, text_array
+from reshard.view.arrays import cast_array, flat_array, stored_array, sub_array, text_array
 from reshard.view.svg import heading, page, section
 from reshard.view.text import count_text, table_lines
 from reshard.view.words import ranks_read
@@ -105,7 +105,7 @@ class RankArrays(_Table):
         block = self.blocks[name]
         array = sub_array(self.checkpoint, block.source_name, block.block, replica=block.source_file)
         same = block.dtype == self.checkpoint.tensors[block.source_name].spec.dtype
-        return array if same else array.astype(block.dtype.numpy())
+        return array if same else cast_array(array, block.dtype.numpy())
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self.blocks, *self.texts])
