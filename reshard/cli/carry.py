@@ -42,7 +42,8 @@ tensors, bytes_needed, bytes_read, bytes_written (contents), target_bytes (whole
 files), source_files, target_files, tasks, peak_memory, bytes_copied (by the
 store of TARGET), requests (to object stores, about: get, put, copy, post,
 other; null if all files are local), partition,
-read_amplification, seconds, ran_on (null in a dry run), dropped, missing, left_out (by
+read_amplification, seconds (null in a dry run), ran_on (likewise: where the
+tasks ran), dropped, missing, left_out (by
 --weights-only, --include and --exclude), changes (of names and values: kind,
 text, tensors, detail), warnings, sampled (what was looked at when SOURCE was
 opened), files: rank, path, nbytes; replicas, links, measured_memory, checksums,

@@ -99,6 +99,7 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     same = set(before) - {
         "dry_run",
         "seconds",
+        "ran_on",
         "measured_memory",
         "checksums",
         "resumed",
@@ -110,7 +111,8 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     assert set(before) == {
         "dry_run", "source", "target", "encryption", "format", "ranks", "tensors", "bytes_needed", "bytes_read",
         "bytes_written", "target_bytes", "step", "left_out", "schema",
-        "source_files", "target_files", "tasks", "peak_memory", "partition", "read_amplification", "seconds", "dropped",
+        "source_files", "target_files", "tasks", "peak_memory", "partition", "read_amplification", "seconds", "ran_on",
+        "dropped",
         "missing", "warnings", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
         "finished",
         "verify", "manifest", "changes", "removed", "bytes_copied", "requests",

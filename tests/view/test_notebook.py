@@ -28,7 +28,8 @@ from reshard.dtypes import BY_NAME
 from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.layout.block import Block
 from reshard.layout.layout import Layout
-from reshard.run.settings import Receipt, Report
+from reshard.run.graph import Graph
+from reshard.run.settings import Receipt, Report, TaskOptions
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.strategy.strategy import Strategy
 from reshard.view import flow
@@ -229,7 +230,7 @@ def test_names_are_never_markup() -> None:
     )
     source = reshard.Checkpoint(checkpoint)
     shown: list[Any] = [
-        source, source.groups(), strategy, plan, plan.picture(), plan.picture(name), plan.graph(HOSTILE),
+        source, source.groups(), strategy, plan, plan.picture(), plan.picture(name), Graph(plan._record, HOSTILE, TaskOptions()),
         report, source.picture(name, strategy), strategy.picture(name), verification,
     ]  # fmt: skip
     for each in shown:

@@ -155,6 +155,6 @@ def test_as_data_it_has_the_same_keys_before_and_after(plan: reshard.Plan, repor
     before, after = plan_data(plan._record, "dst"), plan_data(plan._record, "dst", report, "reshard verify dst")
     assert list(before) == list(after)
     assert [key for key in before if before[key] != after[key]] == [
-        "dry_run", "seconds", "measured_memory", "checksums", "resumed", "finished", "removed", "verify",
+        "dry_run", "seconds", "ran_on", "measured_memory", "checksums", "resumed", "finished", "removed", "verify",
     ]  # fmt: skip
     assert json.loads(json.dumps(after))["replicas"] == 5
