@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,17 +50,16 @@ def traceback_lines(error: BaseException) -> list[str]:
 
     IPython calls this when the error is raised, and again for `%tb`, which shows all of the stack.
     """
-    if getattr(error, _SHOWN, False):
-        from IPython import get_ipython  # it is the caller
-
-        lines: list[str] = get_ipython().InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None and getattr(error, _SHOWN, False):
+        lines: list[str] = shell.InteractiveTB.structured_traceback(type(error), error, error.__traceback__)
         return lines
     setattr(error, _SHOWN, True)
     notes = getattr(error, "__notes__", ())
-    return [*_callers_line(error.__traceback__), f"{type(error).__name__}: {error}", *notes]
+    return [*_callers_line(error.__traceback__, shell), f"{type(error).__name__}: {error}", *notes]
 
 
-def _callers_line(traceback: TracebackType | None) -> list[str]:
+def _callers_line(traceback: TracebackType | None, shell: Any) -> list[str]:
     """Return the last line before the first call of this package, with its place."""
     from linecache import getline
 
@@ -70,8 +69,7 @@ def _callers_line(traceback: TracebackType | None) -> list[str]:
         traceback = traceback.tb_next
     if place is None:
         return []
-    name = f"File {place[0]}"
-    if (shell := sys.modules["IPython"].get_ipython()) is not None:
-        name = " ".join(shell.compile.format_code_name(place[0]) or (name,))
+    cell = shell.compile.format_code_name(place[0]) if shell is not None else None
+    name = " ".join(cell) if cell else f"File {place[0]}"
     line = getline(*place).strip()
     return [f"{name}, line {place[1]}: {line}" if line else f"{name}, line {place[1]}"]
