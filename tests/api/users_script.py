@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,13 @@ def main(source_dir: Path, strategy: Path, target_strategy: str, out: Path) -> N
     if not result:
         print(result.differences)
     source.to_zarr(out / "model.zarr", chunk_size="1MB")
+    warnings.simplefilter("error", reshard.ReshardWarning)
+    with reshard.open(out / "hf", storage_options=None) as opened:
+        print(opened.hist(name, bins=8).counts, opened.stats()[name].quartiles, opened.to_dataframe())
+    try:
+        opened["*"]
+    except reshard.MissingNameError as missing:
+        print(missing.hint)
     try:
         reshard.open(out / "nothing")
     except reshard.SourceError as error:

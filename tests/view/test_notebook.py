@@ -51,7 +51,7 @@ script
 ATTRIBUTES = """
 class id href style title open hidden type viewBox width height role x y rx d fill stroke stroke-width stroke-opacity
 stroke-dasharray stroke-linejoin paint-order fill-opacity opacity pointer-events
-font-size font-weight text-anchor transform
+font-size font-weight text-anchor transform vector-effect
 """.split()
 
 

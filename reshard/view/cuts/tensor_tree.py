@@ -87,20 +87,22 @@ def _single_rows(
     checkpoint: Checkpoint, rows: Sequence[tuple[str, Hashable, Sequence[str]]], thumbnails: Thumbnails
 ) -> Iterator[tuple[str, ...]]:
     """Yield the cells of each tensor, with its picture; those of a folded row have most of them in common."""
-    for _, key, members in rows:
+    for _, _, members in rows:
         tensor = checkpoint.tensors[members[0]]
         shape = words.extents_text(tensor) if tensor.text is None else "text"
         cells = tensor.spec.dtype.name, shape, bytes_text(tensor.spec.nbytes), words.cut_words(checkpoint, tensor)
         for member in members:
-            picture = _picture(checkpoint, checkpoint.tensors[member], key, thumbnails)
+            picture = _picture(checkpoint, checkpoint.tensors[member], thumbnails)
             yield (member, *cells, " ".join(f"{part}" for part in picture))
 
 
-def _picture(checkpoint: Checkpoint, tensor: Tensor, key: Hashable, thumbnails: Thumbnails) -> tuple[str, float, float]:
-    """Return the id, width and height of the picture of a tensor, whose row has a key; "" for a file of all of it."""
+def _picture(checkpoint: Checkpoint, tensor: Tensor, thumbnails: Thumbnails) -> tuple[str, float, float]:
+    """Return the id, width and height of the picture of a tensor; "" if there is nothing to draw, or no room."""
     if not _is_cut(checkpoint, tensor):
         return "", 0.0, 0.0
-    return thumbnails.picture((key, tensor.sharding), lambda: tensor_picture(checkpoint, tensor))
+    layouts = tuple(words.layouts_of(checkpoint, tensor))
+    key = tensor.spec.shape, tensor.sharding, layouts, words.is_computed(checkpoint, tensor)
+    return thumbnails.picture(key, lambda: tensor_picture(checkpoint, tensor))
 
 
 def _branch(
@@ -165,7 +167,7 @@ def _leaf(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: i
         tag("span", drawn, cut, title=rule),
         class_="row leaf", style=f"--depth:{depth}",
     )  # fmt: skip
-    picture, width, height = _picture(checkpoint, tensor, _row_key(checkpoint, tensor), thumbnails)
+    picture, width, height = _picture(checkpoint, tensor, thumbnails)
     enlarged = [tag("svg", tag("use", href=f"#{picture}"), width=width, height=height)] if picture else []
     code = (tag("code", text.replace("NAME", json.dumps(tensor.spec.name, ensure_ascii=False))) for text in _CODE)
     return tag("details", row, tag("div", *enlarged, *code, class_="detail"))

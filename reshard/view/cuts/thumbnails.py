@@ -25,6 +25,7 @@ _SIZE = (36.0, 20.0, 10.0)
 """The width and height of a thumbnail in a row, and its height if the tensor has one dimension."""
 
 _MOST_CELLS, _LEAST = 64, 2.0
+_MOST_DRAWN = 60
 _ROOM = 60_000  # characters of the pictures of a page: about 30 of eight ranks; rows of further cuts have none
 _HATCHED = 4.5  # the least pixels of a side of a rectangle that is hatched
 
@@ -92,11 +93,12 @@ class Thumbnails:
         """
         if key not in self._pictures:
             self._pictures[key] = "", 0.0, 0.0
-            if self._room > 0:
+            if self._room > 0 and len(self._pictures) <= _MOST_DRAWN:
                 picture = draw()
-                self._room -= len(picture.drawing)
-                if self._room > 0:
+                is_new = picture.drawing not in self._symbols.values()
+                if not is_new or len(picture.drawing) <= self._room:
                     self._pictures[key] = self._symbol(picture.drawing), picture.width, picture.height
+                    self._room -= len(picture.drawing) * is_new
         return self._pictures[key]
 
     def _symbol(self, drawing: Markup) -> str:

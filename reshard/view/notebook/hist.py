@@ -86,17 +86,22 @@ def drawn(counts: Any, edges: Any, words: str) -> tuple[Markup, float]:
 def outline(counts: Any, edges: Any, width: float, base: float) -> Markup:
     """Draw the steps of a histogram on a line at `base`, with a line at zero."""
     step, most = width / len(counts), float(counts.max()) or 1.0
+    line: dict[str, str | float] = {
+        "stroke": "currentColor",
+        "stroke_opacity": 0.4,
+        "vector_effect": "non-scaling-stroke",
+    }
     steps = "".join(
         f"V{base - (base - 1) * float(count) / most:.1f}H{(number + 1) * step:.1f}"
         for number, count in enumerate(counts)
     )
     parts = [
         tag("path", d=Markup(f"M0 {base:.1f}{steps}V{base:.1f}Z"), fill="#77aadd", stroke="none"),
-        tag("path", d=Markup(f"M0 {base:.1f}H{width:.1f}"), stroke="currentColor", stroke_opacity=0.4),
+        tag("path", d=Markup(f"M0 {base:.1f}H{width:.1f}"), **line),
     ]
     if edges[0] < 0 < edges[-1]:
         zero = width * float(-edges[0] / (edges[-1] - edges[0]))
-        parts.append(tag("path", d=Markup(f"M{zero:.1f} 1V{base:.1f}"), stroke="currentColor", stroke_opacity=0.4))
+        parts.append(tag("path", d=Markup(f"M{zero:.1f} 1V{base:.1f}"), **line))
     return join(parts)
 
 
