@@ -25,8 +25,8 @@ _ELSEWHERE = {"Checkpoint", "int | str | None"}
 
 _ALIASES = {
     "AnyName": "str | os.PathLike[str] | RemotePath",
-    "AnyFiles": "RankFiles | HuggingFaceSet | MindSporeSet | Checkpoint2 | ZarrGroup | DCP | LinkedDCP | "
-    "DeepSpeedUniversal",
+    "AnyFiles": "RankFiles | NamedFile | SomeFiles | HuggingFaceSet | MindSporeSet | Checkpoint2 | ZarrGroup | DCP | "
+    "LinkedDCP | DeepSpeedUniversal",
     "Globs": "str | Iterable[str]",
     "Number": "int | str",
     "Shape": "Sequence[int]",
