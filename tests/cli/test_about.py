@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import call, done
 from refusals import failed
+from samples import slow
 from terminals import run_in_terminal
 
 from reshard.cli.groups import about
@@ -89,7 +90,7 @@ def test_version_is_a_command() -> None:
     assert done("version", "-v").stdout == done("--version", "--verbose").stdout
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("columns", [60, slow(80), slow(120)])
 @pytest.mark.parametrize("words", ["help", "help lora", "help convert", "inspect --help-all"])
 def test_help_is_broken_at_words(words: str, columns: int) -> None:
     command = [sys.executable, "-m", "reshard", *words.split()]

@@ -70,7 +70,7 @@ def on_a_terminal(columns: int, *arguments: str | Path) -> str:
     return shown.decode()
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+@pytest.mark.parametrize("columns", [60, *(pytest.param(n, marks=pytest.mark.slow) for n in (80, 100)), 200])
 def test_inspect_fits_the_terminal(case: Case, columns: int) -> None:
     shown = on_a_terminal(columns, "inspect", case.source, "--source-strategy", case.source_strategy)
     _, table, sums, _ = shown.replace("\r", "").split("\n\n")

@@ -14,6 +14,7 @@ from commands import call, done
 from computed import FLOATS, WHOLE_NUMBERS, model, values, write
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import slow
 
 import reshard
 from reshard import Layout, Strategy
@@ -89,7 +90,7 @@ def test_differences_are_those_of_numpy(tmp_path: Path, first: str, second: str)
     assert not diff.same
 
 
-@pytest.mark.parametrize("share", [1e-5, 0.01, 0.9])
+@pytest.mark.parametrize("share", [slow(1e-5), 0.01, slow(0.9)])
 @pytest.mark.parametrize("dtype", [*FLOATS, *WHOLE_NUMBERS, "complex64"])
 def test_any_share_of_elements_of_any_dtype(tmp_path: Path, dtype: str, share: float) -> None:
     base = values(dtype if dtype != "complex64" else "float32", (2 * CHUNK + 77,))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import tree
 from refusals import refused
+from samples import slow
 from zarr_stores import FULL, GROUPS, assert_same, source
 
 import reshard
@@ -105,7 +106,7 @@ def killed_at(call: int, name: str, run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize(("name", "share"), [("pwrite", 0.7), ("pwrite", 1), ("replace", 0.3), ("replace", 1)])
+@pytest.mark.parametrize(("name", "share"), [("pwrite", 0.7), slow("pwrite", 1), slow("replace", 0.3), ("replace", 1)])
 @pytest.mark.usefixtures("unclean")
 def test_a_run_goes_on_where_one_was_killed(
     source: reshard.Checkpoint,
@@ -220,6 +221,7 @@ def test_another_store_in_the_way(source: reshard.Checkpoint, tmp_path: Path) ->
     assert not [path for path in store.rglob("*") if path.is_dir() and not any(path.iterdir())]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_written_anew_has_no_group_meanwhile(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_sum_at_the_end_of_a_stream_is_compared(tmp_path: Path) -> None:
             reshard.open(root)["w"].compute()
 
 
+@pytest.mark.slow
 def test_a_stream_that_goes_on(tmp_path: Path) -> None:
     """It has a tensor, and 13 GB of zeros behind it: no more is decoded than twice what there should be."""
     good = stream(item(LARGE))

@@ -13,6 +13,7 @@ import dask
 import numpy as np
 import pytest
 from checkpoints import write_file
+from samples import sampled
 from test_examples import CONFIG, EXAMPLES, both_sides
 from truths import assert_arrays
 
@@ -53,7 +54,7 @@ def with_states(weights: Mapping[str, Array], form: str, factors: Mapping[str, f
     return found
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", sampled([(name,) for name in EXAMPLES], 3))
 def test_names_of_states_both_ways(tmp_path: Path, name: str) -> None:
     """In every form, of a model with a head of its own, and of a tied one."""
     for form in FORMS:
@@ -61,7 +62,9 @@ def test_names_of_states_both_ways(tmp_path: Path, name: str) -> None:
             check(tmp_path, name, form, tied=tied, contents=False)
 
 
-@pytest.mark.parametrize(("name", "form"), [*((name, "PyTorch's") for name in EXAMPLES), ("maxtext-hf", "optax's")])
+@pytest.mark.parametrize(
+    ("name", "form"), sampled([("maxtext-hf", "optax's"), *((name, "PyTorch's") for name in EXAMPLES)], 3)
+)
 def test_states_both_ways(tmp_path: Path, name: str, form: str) -> None:
     check(tmp_path, name, form, tied=False)
 

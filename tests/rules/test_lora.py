@@ -28,6 +28,7 @@ from checkpoints import assert_rank_files, tree, write_file, write_ranks
 from commands import call, done, least_memory
 from dcp_files import item, write_torch
 from refusals import failed, refused
+from samples import slow
 
 import reshard
 from reshard import Cipher, HuggingFaceSet, Layout, LoRA, Rules, Selection, Strategy, ZarrGroup
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from helpers import Array
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), slow("float32")])
 @pytest.mark.parametrize("how", CUTS)
 def test_ranks_to_ranks(tmp_path: Path, dtype: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of rows, of columns and of both, to others: all of numpy's bits; so do bands of a few elements."""

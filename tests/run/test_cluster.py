@@ -267,7 +267,7 @@ def lose_wakes(dask_scheduler: Any) -> None:
     dask_scheduler.stimulus_queue_slots_maybe_opened = lost
 
 
-@pytest.mark.parametrize("done", [1, 20])
+@pytest.mark.parametrize("done", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_scheduler_that_forgot_its_queue_is_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int) -> None:
     """At the beginning, and after it was woken many times while its worker was busy."""
     monkeypatch.setattr(waking, "WOKEN_AFTER", 0.02)
@@ -421,6 +421,7 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
     assert "--scheduler" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_is_given_up_settles() -> None:
     live_runs.add("one", 1)
     try:

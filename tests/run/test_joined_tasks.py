@@ -115,6 +115,7 @@ def test_joined_tasks_at_a_url(plan: reshard.Plan, monkeypatch: pytest.MonkeyPat
     assert get(urls[0]) == get(urls[1])
 
 
+@pytest.mark.slow
 def test_joined_tasks_on_a_cluster(plan: reshard.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has one receipt; one is lost with the worker that has it."""
     pytest.importorskip("distributed")

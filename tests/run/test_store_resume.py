@@ -10,6 +10,7 @@ import pytest
 from checkpoints import tree
 from refusals import refused
 from remotes import get, records
+from samples import slow
 from stopped_runs import StoppedError, small_tasks, source, stop_after, stopped
 
 import reshard
@@ -93,7 +94,7 @@ def test_something_else_in_its_place(plan: Plan, tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-@pytest.mark.parametrize("tasks", [1, 3, 7])
+@pytest.mark.parametrize("tasks", [slow(1), 3, slow(7)])
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_store_at_a_url_is_resumed(
     source: reshard.Checkpoint, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, killed: bool,

@@ -401,6 +401,7 @@ def test_a_file_of_one_part_is_one_request(bucket: str, tmp_path: Path, counts: 
     assert "POST" not in counts.operations
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_copies_is_told_of(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
     plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
