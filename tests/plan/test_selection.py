@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.core.plan.inputs import _Globs
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
 from reshard.strategy.names import State, optimizer_states
@@ -409,3 +412,24 @@ def test_a_selection_is_a_value() -> None:
     one = Selection(include=("a",), name_map={"a": "b"}, cast={"float32": "bfloat16"})
     assert pickle.loads(pickle.dumps(one)) == one  # noqa: S301 -- our own bytes
     assert Selection(include=["a"]) == Selection(include=("a",))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.text("ab*", min_size=1, max_size=6), max_size=8, unique=True), st.text("ab", min_size=1, max_size=6))
+def test_globs_are_found_as_if_each_were_tried(globs: list[str], name: str) -> None:
+    """In their order, whatever they begin and end with."""
+    expected = [old for old in globs if re.fullmatch(".*".join(map(re.escape, old.split("*"))), name)]
+    assert [old for old, _ in _Globs(globs).matching(name)] == expected
+
+
+def test_a_map_of_thousands_of_globs_takes_time_with_their_number() -> None:
+    def seconds(count: int, old: str) -> float:
+        names = [f"model.layers.{number}.mlp.weight" for number in range(count)]
+        selection = Selection(name_map={old.format(number): f"new.{number}.*" for number in range(count)})
+        began = time.process_time()
+        renamed = selection.renamed(names)
+        assert renamed[names[-1]].startswith(f"new.{count - 1}.")
+        return time.process_time() - began
+
+    for old in ("model.layers.{}.mlp.*", "*.{}.mlp.weight"):
+        few = min(seconds(1000, old) for _ in range(3))
+        assert min(seconds(4000, old) for _ in range(3)) < 9 * few, old  # with the square it is 16 times

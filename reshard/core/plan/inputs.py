@@ -29,7 +29,7 @@ from reshard.strategy.names import matching, no_match, omitted, optimizer_states
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
     from reshard.core.plan.plan import Plan
     from reshard.rules.lora import LoRA
@@ -218,6 +218,31 @@ def globs(patterns: str | Iterable[str]) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
+class _Globs:
+    """Globs, found by the text before their first star or behind their last, whichever is longer.
+
+    A name is not compared with every glob: both are counted in tens of thousands.
+    """
+
+    def __init__(self, globs: Iterable[str]) -> None:
+        self.patterns = {old: re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL) for old in globs}
+        self._by_begin: dict[str, list[tuple[int, str]]] = {}
+        self._by_end: dict[str, list[tuple[int, str]]] = {}
+        for number, old in enumerate(self.patterns):
+            begin, end = old.partition("*")[0], old.rpartition("*")[2]
+            table, key = (self._by_begin, begin) if len(begin) >= len(end) else (self._by_end, end)
+            table.setdefault(key, []).append((number, old))
+        self._begins, self._ends = ({*map(len, table)} for table in (self._by_begin, self._by_end))
+
+    def matching(self, name: str) -> Iterator[tuple[str, re.Match[str]]]:
+        """Yield the globs that match a name, in their order."""
+        lists = [self._by_begin.get(name[:length]) for length in self._begins]
+        lists += [self._by_end.get(name[-length:]) for length in self._ends]
+        for _, old in sorted({item for items in lists for item in items or ()}):
+            if match := self.patterns[old].fullmatch(name):
+                yield old, match
+
+
 class Renaming:
     """Renames by exact names and globs; optimizer states follow their weights."""
 
@@ -225,9 +250,7 @@ class Renaming:
         self.new_names, self.known = new_names, known
         self.states = optimizer_states(known, words) if new_names else {}
         self._used: set[str] = set()
-        self.globs = {
-            old: re.compile("(.*)".join(map(re.escape, old.split("*"))), re.DOTALL) for old in new_names if "*" in old
-        }
+        self.globs = _Globs(old for old in new_names if "*" in old)
         self._omitted: set[str] = set()
         self._omitted = omitted(self.states.values(), self)
 
@@ -246,8 +269,8 @@ class Renaming:
 
     def _by_glob(self, name: str, beginning: str = "") -> str | None:
         """Rename by the first matching glob that starts with `beginning`, or return None."""
-        for old, regex in self.globs.items():
-            if old.startswith(beginning) and (match := regex.fullmatch(name)):
+        for old, match in self.globs.matching(name):
+            if old.startswith(beginning):
                 self._used.add(old)
                 pieces = self.new_names[old].split("*")
                 return pieces[0] + "".join(a + b for a, b in zip(match.groups(), pieces[1:], strict=False))
@@ -255,18 +278,17 @@ class Renaming:
 
     def unused(self) -> list[str]:
         """Return the old names that no tensor has."""
-        return [
-            old
-            for old in self.new_names
-            if old not in self.known and not (old in self.globs and any(map(self.globs[old].fullmatch, self.known)))
-        ]
+        matching = (
+            {old for name in self.known for old, _ in self.globs.matching(name)} if self.globs.patterns else set()
+        )
+        return [old for old in self.new_names if old not in self.known and old not in matching]
 
     def hidden(self) -> list[str]:
         """Return the globs that match tensors, all of which other names of the map take."""
-        for name in self.known if self.globs else ():
+        for name in self.known if self.globs.patterns else ():
             self(name)
         unused = {*self.unused()}
-        return [old for old in self.globs if old not in self._used and old not in unused]
+        return [old for old in self.globs.patterns if old not in self._used and old not in unused]
 
 
 def cast_fault(old: DType, new: DType) -> str | None:
