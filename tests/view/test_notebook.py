@@ -231,7 +231,8 @@ def test_names_are_never_markup() -> None:
     source = reshard.Checkpoint(checkpoint)
     shown: list[Any] = [
         source, source.groups(), strategy, plan, plan.picture(), plan.picture(name),
-        Graph(plan._record, HOSTILE, TaskOptions()), report, source.picture(name, strategy), strategy.picture(name), verification,
+        Graph(plan._record, HOSTILE, TaskOptions()), report, source.picture(name, strategy), strategy.picture(name),
+        verification,
     ]  # fmt: skip
     for each in shown:
         root = parsed(each)
