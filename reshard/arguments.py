@@ -25,8 +25,7 @@ _ELSEWHERE = {"Checkpoint", "int | str | None"}
 
 _ALIASES = {
     "AnyName": "str | os.PathLike[str] | RemotePath",
-    "AnyFiles": "RankFiles | NamedFile | SomeFiles | HuggingFaceSet | MindSporeSet | Checkpoint2 | ZarrGroup | DCP | "
-    "LinkedDCP | DeepSpeedUniversal",
+    "AnyFiles": "TargetFiles | Checkpoint2 | ZarrGroup | DCP | LinkedDCP | DeepSpeedUniversal",
     "Globs": "str | Iterable[str]",
     "Number": "int | str",
     "Shape": "Sequence[int]",
@@ -85,7 +84,7 @@ def _allows(annotation: str, value: object) -> bool:
     return any(_allows_one(part, value) for part in _parts(annotation, "|"))
 
 
-def _allows_one(part: str, value: Any) -> bool:  # noqa: PLR0911 -- a table
+def _allows_one(part: str, value: Any) -> bool:  # noqa: PLR0911, PLR0912 -- a table
     """Return whether a part of an annotation allows a value."""
     if part in _ALIASES:
         return _allows(_ALIASES[part], value)
@@ -103,6 +102,8 @@ def _allows_one(part: str, value: Any) -> bool:  # noqa: PLR0911 -- a table
             return isinstance(value, str)
         case "os.PathLike":
             return isinstance(value, os.PathLike)
+        case "TargetFiles":  # anyone may write one
+            return hasattr(value, "shard_files")
         case "Callable":
             return callable(value)
         case "Literal":

@@ -11,6 +11,7 @@ files changed last.
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 _TEMPORARY = re.compile(
     r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL
 )
-_ARRAY = re.compile(rb'"node_type"\s*:\s*"array"')
 _LARGEST_METADATA = 1 << 20
 _STEP = re.compile(rf"{STEP_NAME}(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)
 
@@ -290,9 +290,10 @@ def _is_array(directory: Directory) -> bool:
         return False
     try:
         raw = read_small(directory.place / METADATA, "metadata", _LARGEST_METADATA, SourceError)
-        return _ARRAY.search(raw) is not None
-    except SourceError:
+        metadata = json.loads(raw)
+    except (SourceError, ValueError, RecursionError):
         return False
+    return isinstance(metadata, dict) and metadata.get("node_type") == "array"
 
 
 def _are_several(directory: Directory, opener: Opener) -> bool:
