@@ -142,7 +142,8 @@ def _in_words(part: str) -> str:
     if name == "Literal":
         return inner
     if name == "Mapping":
-        return f"a dict of {' to '.join(_parts(inner, ','))}"
+        key, item = (_in_words(part).removeprefix("a ") for part in _parts(inner, ","))
+        return f"a dict of {key} to {item}"
     if name in {"Iterable", "Sequence", "Collection"}:
         return f"a list of {inner}"
     return _WORDS.get(name, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")

@@ -312,7 +312,6 @@ class Checkpoint(OpenedArrays):
                 self._record, memory=size_of(memory, "memory"), threads=threads, client=client, progress=callback
             )
 
-    @checked
     def array(self, name: str, *, chunks: Any = None) -> Array:
         """Return a tensor as a lazy dask array.
 

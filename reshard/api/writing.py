@@ -79,17 +79,10 @@ def _assigned(source: Checkpoint, expressions: Mapping[str, FromArray]) -> Check
 
 
 def _local_path(store: zarr.Group | Store) -> str | None:
-    """Return the path of a zarr store, or of a group in one; None if it is not in a local directory.
-
-    Raises:
-        UsageError: it is an array.
-    """
-    from zarr import Array
+    """Return the path of a zarr store, or of a group in one; None if it is not in a local directory."""
     from zarr.abc.store import Store
     from zarr.storage import LocalStore
 
-    if isinstance(store, Array):
-        raise UsageError(f"{store} is one array", code="not-a-group", hint="pass the group of all tensors")
     store, path = (store, "") if isinstance(store, Store) else (store.store, store.path)
     return str(store.root / path) if isinstance(store, LocalStore) else None
 
@@ -106,7 +99,7 @@ def store_directory(store: zarr.Group | Store) -> str:
     return path
 
 
-def open_group(group: zarr.Group | Store, options: Mapping[str, Any]) -> Checkpoint:
+def open_group(group: zarr.Group, options: Mapping[str, Any]) -> Checkpoint:
     """Open a zarr group: by its path if it is in a local directory; if not, zarr reads the chunks of its arrays.
 
     Args:
@@ -115,9 +108,9 @@ def open_group(group: zarr.Group | Store, options: Mapping[str, Any]) -> Checkpo
 
     Raises:
         SourceError: as opening the path does.
-        UsageError: it is an array, or has none that a checkpoint may have; it is not local, and there are options.
+        UsageError: it has no array that a checkpoint may have; it is not local, and there are options.
     """
-    from zarr import Array, Group
+    from zarr import Array
 
     root = _local_path(group)
     if root is not None:
@@ -125,9 +118,6 @@ def open_group(group: zarr.Group | Store, options: Mapping[str, Any]) -> Checkpo
     told = {name for name, value in options.items() if value is not None and value is not False}
     if told - {"contents", "rank_pattern"}:
         raise options_refused(group)
-
-    if not isinstance(group, Group):
-        raise UsageError(f"{group} is a store", code="not-a-group", hint="pass the group in it, by zarr.open_group")
     expressions, unreadable = {}, {}
     is_own = ATTRIBUTES in group.attrs
     for name, array in group.members(max_depth=None):
