@@ -287,7 +287,17 @@ average_source_options = record(
 )  # fmt: skip
 """Adds the options of opening several sources, and passes their `Openings`."""
 opened_target_options = record(
-    "target_opening", _opening_of, target_strategy_option, *(opening.target for opening in _OPENING), target_key_option
+    "target_opening",
+    _opening_of,
+    _target(
+        "--target-strategy",
+        in_short_help=True,
+        type=STRATEGY_PLACE,
+        metavar="STRATEGY",
+        help="Strategy file of TARGET. Without it, the one in its ledger, if it has any.",
+    ),
+    *(opening.target for opening in _OPENING),
+    target_key_option,
 )
 """Adds the options of opening a target."""
 
@@ -363,8 +373,9 @@ _TARGET = (
     ),
     _target(
         "--same-ranks", is_flag=True,
-        help="ckpt, safetensors: keep each rank's blocks as they are; only format, --drop and --rules apply. No "
-        "strategy is needed.  [default: if nothing says how SOURCE was sharded, and --to is given]",
+        help="ckpt, safetensors: keep each rank's blocks as they are; only format and --drop apply, and --rules if "
+        "SOURCE is one file. No strategy is needed.  [default: if nothing says how SOURCE was sharded, and --to is "
+        "given]",
     ),
     _target("--ranks", callback=rank_list, metavar="LIST", help="Only these ranks of the target, such as 0,3-5."),
     _target(

@@ -306,9 +306,13 @@ def _left_out(inputs: Sequence[Checkpoint], *, states: bool) -> tuple[set[str], 
     training: set[str] = set()
     for each in inputs:
         training |= {name for name, tensor in each.tensors.items() if is_training_state(name, tensor)}
+    words = frozenset[str]().union(*(each.opening.states for each in inputs))
+    of_optimizer = optimizer_states(every, words)
     if not states:
-        words = frozenset[str]().union(*(each.opening.states for each in inputs))
-        return {*objects, *optimizer_states(every, words), *training}, set()
+        return {*objects, *of_optimizer, *training}, set()
+    if not (of_optimizer or training):
+        reason = Text(Option("states"), " has no effect: the checkpoints have no optimizer states")
+        raise UsageError(reason, code="no-effect", hint="leave it out")
     kept = {name for name in training if name in inputs[0].tensors and not _is_averaged(name, inputs[0].tensors[name])}
     return objects | {name for name in training if name not in inputs[0].tensors}, kept
 

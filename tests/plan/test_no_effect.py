@@ -248,3 +248,19 @@ def test_a_strategy_of_no_tensor_is_not_written(root: Path) -> None:
 def test_verify_overwrites_manifests_alone() -> None:
     failed(2, "no-effect", "verify", "model", "--overwrite", places=("--overwrite",))
     failed(2, "no-effect", "verify", "model", "--against", "other", "--overwrite", places=("--overwrite",))
+
+
+@pytest.mark.usefixtures("root")
+def test_options_of_verify_and_average_alone() -> None:
+    failed(2, "no-effect", "verify", "model", "--against", "other", "--seed", "3", places=("--seed", "--sample"))
+    failed(2, "no-effect", "verify", "model", "--drop", "norm.weight", places=("--drop", "norm.weight"))
+    failed(2, "no-effect", "average", "model", "other", "mean", "--states", places=("--states",))
+    with refused(UsageError, "no-effect", "states="):
+        reshard.average([reshard.open("model"), reshard.open("other")], states=True)
+
+
+@pytest.mark.parametrize("command", ["verify", "diff"])
+def test_the_strategy_of_a_target_that_exists_is_no_rules(command: str) -> None:
+    """Rules make a strategy for a target that is written."""
+    assert "rules (.yaml) of the target" not in " ".join(done(command, "--help-all").stdout.split())
+    assert "rules (.yaml) of the target" in " ".join(done("convert", "--help-all").stdout.split())

@@ -137,7 +137,10 @@ def refuse_unused(plan: Plan, selection: Selection | None, dequantize: str | Non
             faults.add(Text(Option("drop", pattern)), no_match(pattern, known), code="no-match", alike=pattern)
         elif dropped.issubset(kept):
             hint = Text("to leave out what the target can hold, give ", Option("exclude", pattern))
-            _add(faults, Option("drop", pattern), "has no effect: the target holds all that it matches", hint)
+            _add(
+                faults, Option("drop", pattern), "has no effect: the target holds all that it matches",
+                hint if plan.request else "leave it out",  # files that stay as they are cut take no other selection
+            )  # fmt: skip
     for pattern in (pattern for pattern in selection.allow_missing if pattern != "*"):
         if not any(matches(name, [pattern]) for name in plan.missing):
             missing = f"missing are {names(plan.missing, most=3)}" if plan.missing else "nothing is missing"

@@ -34,6 +34,13 @@ def refuse_deduplicated(target: Checkpoint) -> None:
         )  # fmt: skip
 
 
+def _refuse_unused_drop(target: Checkpoint, selection: Selection) -> None:
+    for pattern in selection.drop:
+        if pattern != "*" and not any(matches(name, [pattern]) for name in target.unreadable):
+            reason = Text(Option("drop", pattern), " has no effect: it matches nothing that cannot be read")
+            raise UsageError(reason, code="no-effect", hint="leave it out")
+
+
 def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: bool = False) -> list[str]:
     """Check everything in headers that opening the checkpoint did not check.
 
@@ -47,7 +54,9 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
 
     Raises:
         SourceError: the checkpoint is invalid; all faults at once.
+        UsageError: a pattern of `drop` matches nothing that cannot be read.
     """
+    _refuse_unused_drop(target, selection)
     faults = Faults(target.root)
     defects = target.extras.defects
     warnings = [warning for warning in target.warnings if warning not in defects]

@@ -114,7 +114,7 @@ def verify(
     made = (
         None if manifest is not None else _made(target, strategy, against, selection, partial=partial or deduplicated)
     )
-    _check_sample(sample, against if made is None else made)
+    _check_sample(sample, seed, against if made is None else made)
     _refuse_unused_library(independent=independent, is_compared=against is not None or made is not None)
     if manifest is not None:
         if isinstance(target, Checkpoint):
@@ -177,16 +177,16 @@ def as_it_is(selection: Selection | None, against: object) -> Selection:
     return Selection()
 
 
-def _check_sample(sample: float | None, source: object) -> None:
-    """Reject a sample that is not a share, or without a source."""
+def _check_sample(sample: float | None, seed: int | None, source: object) -> None:
+    """Reject a sample that is not a share, or without a source; and a seed without a sample."""
     if sample is not None and not 0 < sample <= 1:
         raise UsageError(f"sample is {sample}; expected a share above 0, up to 1", code="out-of-range")
+    if seed is not None and sample is None:
+        hint = Text("add ", Option("sample"), ", or leave it out")
+        raise UsageError(Text(Option("seed"), " is of a sample, and there is none"), code="no-effect", hint=hint)
     if sample is not None and source is None:
-        raise UsageError(
-            Text(Option("sample"), " is for a comparison with a source"),
-            code="needs-source",
-            hint=Text("add ", Option("against"), ", or leave it out"),
-        )
+        hint = Text("add ", Option("against"), ", or leave it out")
+        raise UsageError(Text(Option("sample"), " is for a comparison with a source"), code="needs-source", hint=hint)
 
 
 def _refuse_unused(target: AnyName, memory: int | None, client: Any, source_cipher: Cipher | None) -> None:
