@@ -264,9 +264,9 @@ def test_the_command(tmp_path: Path, apart: Path) -> None:
     assert "linked 16 data files of " in done("transform", *given).stdout
     assert "finished by an earlier run" in done("transform", *given).stdout
     verdict = done("verify", tmp_path / "out").stdout.splitlines()[0]
-    assert verdict.startswith(f"verified: {tmp_path / 'out'} = {apart} after changes (")
+    assert verdict.startswith(f"verified: {tmp_path / 'out'} has the structure of {apart} after changes (")
     assert "renamed); " in verdict
-    assert "; every bit of " in verdict
+    assert "; every bit of " not in verdict
     assert "net.emb.weight" in done("inspect", tmp_path / "out").stdout
     saved = ["plan", apart, "--format", "dcp", "--link", "--include", "model.*", "-o", tmp_path / "plan.json"]
     assert "would link 8 data files" in done(*saved).stdout
