@@ -111,7 +111,14 @@ class UsageError(ReshardError, ValueError):
 
 
 class MissingNameError(UsageError, KeyError):
-    """A mapping of tensors, of blocks or of groups does not have a name."""
+    """A mapping of tensors, of blocks or of groups does not have a name.
+
+    >>> try:
+    ...     reshard.open("src_checkpoints", strategy="src_strategy.ckpt")["net.layer9.weight"]
+    ... except KeyError as error:
+    ...     print(error.code)
+    no-such-tensor
+    """
 
 
 class VerifyError(ReshardError):

@@ -17,7 +17,13 @@ _SHOWN = "_reshard_was_shown"
 
 
 class ReshardWarning(UserWarning):
-    """A fact about a checkpoint or a plan that may matter, though it does not stop the work."""
+    """A fact about a checkpoint or a plan that may matter, though it does not stop the work.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", reshard.ReshardWarning)
+    ...     source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+    """
 
 
 def warn(texts: Iterable[str]) -> None:

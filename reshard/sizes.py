@@ -55,7 +55,8 @@ def size_of(size: int | str | None, name: str) -> int | None:
 def counted(number: int, noun: str) -> str:
     """Write a number and its noun, in the plural if needed.
 
-    >>> counted(1, "file"), counted(1200, "tensor")
-    ('1 file', '1200 tensors')
+    >>> counted(1, "file"), counted(1200, "tensor"), counted(2, "process")
+    ('1 file', '1200 tensors', '2 processes')
     """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    plural = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{plural}"

@@ -271,7 +271,7 @@ def listed(directory: str) -> list[str]:
 def unreadable_ledger(path: str, reason: object) -> SourceError:
     """Return the error for a ledger that exists and cannot be read."""
     return SourceError(
-        f"cannot read the ledger {path}: {reason}", code=UNREADABLE_LEDGER,
+        f"cannot read the ledger {path}: {reason}", code="unreadable-ledger",
         hint=f"make it readable, or move {path.partition(DIRECTORY)[0]}{DIRECTORY} away to do without it",
     )  # fmt: skip
 
