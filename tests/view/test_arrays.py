@@ -215,6 +215,14 @@ def test_a_slice_reads_only_its_bytes(tmp_path: Path, reads: list[int]) -> None:
         assert reads == expected
 
 
+def test_a_slice_with_two_uses_reads_the_chunks_that_it_is_in(tmp_path: Path, reads: list[int]) -> None:
+    values = numbered((64, 8))
+    lazy = tensor_array(stored(tmp_path, values, grid((64, 8), [[32], []]), "float32"), "w", chunks=(8, -1))
+    rows = lazy[2:4]
+    assert np.array_equal((rows - rows.max()).compute(scheduler="sync"), values[2:4] - values[2:4].max())
+    assert sum(reads) == 8 * 8 * 4
+
+
 def test_long_gaps_are_skipped(tmp_path: Path, reads: list[int]) -> None:
     values = numbered((3, 40_000))
     lazy = tensor_array(stored(tmp_path, values, grid(values.shape, [[], []]), "float32"), "w")
