@@ -181,7 +181,7 @@ def _lazy(stored: _Stored, token: str, box: Block, chunks: Any) -> da.Array:
         index = tuple(slice(of_dim[number], of_dim[number + 1]) for of_dim, number in zip(edges, place, strict=True))
         tasks[name, *place] = Task((name, *place), getter, own, index)
     meta = low_precision(np.empty((0,) * stored.ndim, stored.dtype))
-    if da.array_expr_enabled():  # dask plans expressions, and names what is made of tasks itself
+    if hasattr(da.Array, "expr"):  # dask plans expressions, and names what is made of tasks itself
         from dask.array._array_expr._collection import from_graph  # there is no public way
 
         return from_graph(tasks, meta, sizes, [*tasks], stored.name)
