@@ -295,15 +295,16 @@ class _InMemory:
     """A store of one file, a BytesIO."""
 
     def __init__(self, content: BytesIO) -> None:
-        self._content = content.getbuffer()
+        self._content = content
 
     def size(self, path: str) -> int:  # noqa: ARG002 -- as `RangeStore` has it
-        return len(self._content)
+        return self._content.getbuffer().nbytes
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        if offset + len(buffer) > len(self._content):
-            raise truncated(path, len(self._content), offset + len(buffer))
-        buffer[:] = self._content[offset : offset + len(buffer)]
+        with self._content.getbuffer() as content:  # not kept: Python cannot close a BytesIO in use
+            if offset + len(buffer) > len(content):
+                raise truncated(path, len(content), offset + len(buffer))
+            buffer[:] = content[offset : offset + len(buffer)]
 
 
 def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, RangeStore]:  # noqa: A002 -- as above
