@@ -110,7 +110,9 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
         for title, header, by_name, noun in sections
         if by_name
     ]
-    return page(*parts, *warnings_listed(checkpoint.warnings), text=checkpoint_text(checkpoint))
+    return page(
+        *parts, *warnings_listed(checkpoint.warnings), text=checkpoint_text(checkpoint, described=(facts, objects))
+    )
 
 
 def _ranks_tile(checkpoint: Checkpoint) -> tuple[str, str, str]:

@@ -230,7 +230,12 @@ def in_order(checkpoint: Checkpoint, sort: str | None) -> Checkpoint:
 
 
 def checkpoint_text(
-    checkpoint: Checkpoint, *, sort: str | None = None, width: int | None = None, raw: bool = False
+    checkpoint: Checkpoint,
+    *,
+    sort: str | None = None,
+    width: int | None = None,
+    raw: bool = False,
+    described: tuple[Mapping[str, int | str], Mapping[str, str]] | None = None,
 ) -> str:
     """Write a checkpoint as a table of its tensors, repeated layers folded, with sums.
 
@@ -239,6 +244,7 @@ def checkpoint_text(
         sort: the order of rows, as for `in_order`.
         width: the columns of the terminal; None for any number.
         raw: write device matrices, tensor maps, and the numbers of blocks and copies in the files.
+        described: the result of `objects_of`, if it is known, since objects are read for it.
     """
     columns: dict[str, Callable[[Tensor], str]] = {}
     cut = checkpoint.strategy is not None or checkpoint.extras.has_layouts
@@ -249,7 +255,7 @@ def checkpoint_text(
             columns["device matrix and tensor map"] = lambda tensor: layouts_text(checkpoint, [tensor])
         columns["shards x replicas"] = lambda tensor: " x ".join(shard_counts(tensor.sharding))
     lines = source_lines(checkpoint)
-    facts, objects = objects_of(checkpoint)
+    facts, objects = described or objects_of(checkpoint)
     if facts:
         lines.append(f"Megatron: {printable(', '.join(f'{word} {fact}' for word, fact in facts.items()))}")
     lines += ["", *_rows(checkpoint, "shape", sort, width, columns), ""]
