@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reshard
-import reshard.mindspore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +24,8 @@ def _examples(
     request: pytest.FixtureRequest, doctest_namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isinstance(request.node, pytest.DoctestItem):
+        import reshard.mindspore  # at the top, it would import more while doctest looks through the package
+
         folder = request.getfixturevalue("tmp_path") / "reshard-demo"
         shutil.copytree(request.getfixturevalue("demo_files"), folder)
         monkeypatch.chdir(folder)
