@@ -312,6 +312,7 @@ class Checkpoint(OpenedArrays):
                 self._record, memory=size_of(memory, "memory"), threads=threads, client=client, progress=callback
             )
 
+    @checked
     def array(self, name: str, *, chunks: Any = None) -> Array:
         """Return a tensor as a lazy dask array.
 
@@ -320,8 +321,8 @@ class Checkpoint(OpenedArrays):
         Args:
             name: the name of the tensor.
             chunks: in the words of dask: `"auto"`, the most bytes (`"64MB"`), a number of rows and columns, -1 for all,
-                a tuple or a dict by dimension. Each chunk reads its own bytes. By default a chunk is a source shard;
-                shards larger than 8 MiB, or than dask's `array.chunk-size`, are cut along their rows.
+                a tuple or a dict by dimension. By default a chunk is a source shard; shards larger than 8 MiB, or than
+                dask's `array.chunk-size`, are cut along their rows.
 
         Raises:
             reshard.MissingNameError: there is no such tensor; a `KeyError`.
@@ -386,13 +387,11 @@ class Checkpoint(OpenedArrays):
         return run_plan(plan, store, options, progress)
 
     def __getitem__(self, name: str, /) -> Array:
-        """Return a tensor as a lazy dask array, as `array(name)` does.
+        """Return a tensor as a lazy dask array, as `array(name)` does."""
+        from reshard.view.arrays import tensor_array  # it brings dask
 
-        Raises:
-            reshard.MissingNameError: there is no such tensor; a `KeyError`.
-            reshard.SourceError: it cannot be read; the reason is in `unreadable`.
-        """
-        return self.array(name)
+        self._record.require(name)
+        return tensor_array(self._record, name)
 
     def _changed(self, record: Record) -> Checkpoint:
         """Return a checkpoint that was made of this one, and warn of what it adds."""
