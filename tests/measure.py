@@ -114,7 +114,7 @@ class Planning:
 
 def planning(source: Path, before: Path, after: Path) -> Planning:
     """Plan in a process of its own."""
-    took = measured(sys.executable, "-c", _PLANNING, str(source), str(before), str(after), str(source / "out"))
+    took = measured(sys.executable, "-c", _PLANNING, str(source), str(before), str(after), f"{source}.out")
     assert took.code == 0, took.err
     *seconds, nodes, files, predicted = took.out.split()
     return Planning(*map(float, seconds), int(nodes), int(files), int(predicted), took.peak)
