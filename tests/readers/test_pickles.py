@@ -67,7 +67,7 @@ def test_objects_are_records_of_what_would_make_them(path: Path, protocol: int) 
     found = read(path, pickle.dumps([1 + 2j, PurePosixPath("a/b"), OrderedDict(x=1), {3}], protocol))
     number, place, ordered, some = found
     assert (number.name, number.arguments) == ("complex", (1.0, 2.0))
-    assert (place.name, place.arguments) == ("PurePosixPath", ("a", "b"))
+    assert (place.name, "/".join(place.arguments)) == ("PurePosixPath", "a/b")  # in one text from Python 3.14 on
     assert (ordered.name, ordered.arguments, list(ordered.items.items())) == ("OrderedDict", (), [("x", 1)])
     assert some == [3] or some.arguments == ([3],)
 

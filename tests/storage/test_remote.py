@@ -201,7 +201,8 @@ def test_an_encrypted_source(root: str, mindspore_data: Path) -> None:
     fs, name = fsspec.core.url_to_fs(f"{root}/a.ckpt")
     fs.pipe_file(name, content)
     source = reshard.open(f"{root}/a.ckpt", cipher=reshard.Cipher("AES-GCM", b"0123456789ABCDEF"))
-    full = np.load(mindspore_data / "encrypted" / "full.npz")
+    with np.load(mindspore_data / "encrypted" / "full.npz") as arrays:
+        full = dict(arrays)
     assert np.array_equal(source["w.f32"].compute(), full["w.f32"])
     reshard.plan(source).run(f"{root}/out")
     assert np.array_equal(reshard.open(f"{root}/out")["w.f32"].compute(), full["w.f32"])
@@ -381,7 +382,7 @@ def test_a_long_range_is_read_in_bounded_batches(asked: Requests, monkeypatch: p
     asked.ranges.clear()
     any_store().read_into("memory://batches/a", 0, buffer)
     assert bytes(buffer) == bytes(range(250)) * 10
-    assert [(start, end) for _, start, end in asked.ranges] == [(0, 1000), (1000, 2000), (2000, 2500)]
+    assert sorted((start, end) for _, start, end in asked.ranges) == [(0, 1000), (1000, 2000), (2000, 2500)]
     with refused(SourceError, "truncated", "2500 bytes of 2501"):
         any_store().read_into("memory://batches/a", 2499, memoryview(bytearray(2)))
 
