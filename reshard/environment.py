@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 
 from reshard.errors import UsageError
 from reshard.sizes import size_of
 from reshard.spelling import did_you_mean
 
 _PREFIX = "RESHARD_"
+_OF_SERVICES = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)?)")
 
 MEMORY, THREADS, STALL_SECONDS = "RESHARD_MEMORY", "RESHARD_THREADS", "RESHARD_STALL_SECONDS"
 """The variables that are read in Python, too; the others are of the command line."""
@@ -45,11 +47,15 @@ OF_TESTS = {
 def refuse_unknown() -> None:
     """Refuse variables of the environment that begin as ours and are none of them.
 
+    Kubernetes sets some in each pod beside a service that is called `reshard`, or `reshard-` and more.
+
     Raises:
         UsageError: there is one.
     """
     for name in os.environ:
-        if name.startswith(_PREFIX) and name not in VARIABLES and name not in OF_TESTS:
+        if name.startswith(_PREFIX) and not (
+            name in VARIABLES or name in OF_TESTS or _OF_SERVICES.fullmatch(name, len(_PREFIX))
+        ):
             raise UsageError(
                 f"{name} is no environment variable of reshard", code="unknown-variable",
                 hint=did_you_mean(name, VARIABLES) or "unset it; `reshard help environment` lists those that are",

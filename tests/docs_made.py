@@ -181,7 +181,8 @@ Made by `python tests/docs_made.py` from `reshard/environment.py`.
 What holds for a machine, and not for one conversion, may be set in the environment. An option that is typed, or an
 argument in Python, comes before the variable; an empty variable is not set. A value that is wrong is an error that
 names the variable. The command line refuses a variable that begins with `RESHARD_` and is not on this page
-(`unknown-variable`).
+(`unknown-variable`), except those that Kubernetes sets for a service called `reshard`, such as `.._SERVICE_HOST` and
+`.._PORT_80_TCP`.
 
 | variable | option | what it sets |
 |---|---|---|

@@ -65,6 +65,20 @@ def test_an_unknown_variable_is_refused(name: str, meant: str, tmp_path: Path, m
         done(*command)
 
 
+def test_variables_of_kubernetes_services_are_not_regarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are those of the Kubernetes documentation, for the services `reshard` and `reshard-scheduler`."""
+    ends = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP", "PORT_80_TCP_PROTO",
+            "PORT_80_TCP_PORT", "PORT_80_TCP_ADDR", "PORT_53_UDP"]  # fmt: skip
+    for name in ("RESHARD", "RESHARD_SCHEDULER"):
+        for end in ends:
+            monkeypatch.setenv(f"{name}_{end}", "tcp://10.0.0.1:80")
+    done("runs", tmp_path)
+    for wrong in ("RESHARD_PORTS", "RESHARD_PORT_TCP", "RESHARD_SERVICE", "RESHARD_HOST"):
+        with monkeypatch.context() as patch:
+            patch.setenv(wrong, "1")
+            failed(2, "unknown-variable", "runs", tmp_path, places=(wrong,))
+
+
 @pytest.mark.parametrize("name", OF_TESTS)
 def test_variables_of_the_tests_are_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
