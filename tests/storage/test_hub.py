@@ -14,7 +14,7 @@ from hub_server import Hub, serving
 from refusals import failed, refused
 
 import reshard
-from reshard.errors import ReshardError, SourceError, TargetError
+from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.formats.sets import HuggingFaceSet
 from reshard.storage.places import as_place
 
@@ -63,22 +63,29 @@ def test_a_set_is_read_by_ranges(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("repo", "revision", "url"),
+    ("repo", "revision", "url", "below"),
     [
-        ("org/model", "main", "hf://org/model/sub"),
-        ("org/model", "main", "hf://models/org/model/sub"),
-        ("org/model", "v1", "hf://org/model@v1/sub"),
-        ("org/model", "refs/pr/1", "hf://org/model@refs/pr/1/sub"),
-        ("datasets/org/weights", "main", "hf://datasets/org/weights/sub"),
+        ("org/model", "v1", "hf://org/model@v1", ""),
+        ("org/model", "refs/pr/1", "hf://org/model@refs/pr/1", ""),
+        ("datasets/org/weights", "main", "hf://datasets/org/weights", ""),
+        ("datasets/org/weights", "refs/convert/x", "hf://datasets/org/weights@refs/convert/x", ""),
+        ("spaces/org/weights", "main", "hf://spaces/org/weights", ""),
+        ("org/model", "main", "hf://org/model/sub", "sub/"),
+        ("org/model", "main", "hf://models/org/model/sub", "sub/"),
+        ("org/model", "v1", "hf://org/model@v1/sub", "sub/"),
+        ("org/model", "refs/pr/1", "hf://org/model@refs/pr/1/sub", "sub/"),
+        ("datasets/org/weights", "main", "hf://datasets/org/weights/sub", "sub/"),
     ],
 )
-def test_kinds_of_repositories_and_revisions(hub: Hub, tmp_path: Path, repo: str, revision: str, url: str) -> None:
-    files = {f"sub/{name}": content for name, content in model(tmp_path).items()}
+def test_kinds_of_repositories_and_revisions(
+    hub: Hub, tmp_path: Path, repo: str, revision: str, url: str, below: str
+) -> None:
+    files = {f"{below}{name}": content for name, content in model(tmp_path).items()}
     hub.create(repo, {"other.txt": b""})
     hub.create(repo, files, revision)
     assert_equal(reshard.open(url), FULL)
     assert (as_place(url) / "config.json").read_bytes() == BESIDE["config.json"]
-    assert sorted(as_place(url).names()) == sorted(name.removeprefix("sub/") for name in files)
+    assert sorted(as_place(url).names()) == sorted(name.removeprefix(below) for name in files)
 
 
 def test_a_set_is_written_with_its_index_last(hub: Hub, tmp_path: Path) -> None:
@@ -128,12 +135,24 @@ def test_a_failed_commit_leaves_nothing_of_a_file(hub: Hub, tmp_path: Path) -> N
 def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
     hub.create("org/model", model(tmp_path))
     source = reshard.open("hf://org/model")
-    for url, code in {
-        "hf://org/none": "no-such-bucket", "hf://org/model@v9": "no-such-bucket", "hf://org/model/sub": "not-found",
-        "hf://org": "not-found",
-    }.items():  # fmt: skip
-        with refused(SourceError, code, url):
+    hub.create("datasets/org/weights")
+    for url, code, *places in (
+        ("hf://org/none", "no-such-bucket", "hf://org/none"),
+        ("hf://datasets/org/none@v9/sub", "no-such-bucket", "no repository hf://datasets/org/none"),
+        ("hf://org/model@v9", "no-such-bucket", "hf://org/model", "revision v9"),
+        ("hf://org/model@refs/pr/7/sub", "no-such-bucket", "hf://org/model", "revision refs/pr/7"),
+        ("hf://datasets/org/weights@v9", "no-such-bucket", "hf://datasets/org/weights", "revision v9"),
+        ("hf://org/model/sub", "not-found", "hf://org/model/sub"),
+    ):
+        with refused(SourceError, code, *places):
             reshard.open(url)
+    for url in ("hf://org", "hf://datasets", "hf://datasets/org", "hf://models/org", "hf://org/model@refs/pr"):
+        with refused(UsageError, "bad-url", url, "hf://OWNER/NAME"):
+            reshard.open(url)
+    with refused(UsageError, "bad-url", "hf://datasets/org"):
+        reshard.plan(source, format="hf").run("hf://datasets/org")
+    with refused(TargetError, "no-such-bucket", "hf://org/model", "revision v9"):
+        reshard.plan(source, format="hf").run("hf://org/model@v9/out")
     with refused(TargetError, "no-such-bucket", "hf://org/none"):
         reshard.plan(source, format="hf").run("hf://org/none/out")
 

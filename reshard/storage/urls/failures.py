@@ -40,7 +40,10 @@ _CREDENTIALS = {
 """The sources of credentials that the clients use, by scheme."""
 
 _NO_REPOSITORY = "log in with `hf auth login` if it is private; `hf repos create OWNER/NAME` makes one"
-_REPOSITORY_KINDS = {"models", "datasets", "spaces", "buckets"}
+_NO_REVISION = "name a branch, a tag or a commit of it after @; without @ it is main"
+_KIND = "(?:models|datasets|spaces|buckets)/"
+REPOSITORY = re.compile(rf"((?:{_KIND})?(?!{_KIND})[^/@]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|(?!refs(?:/|$))[^/]+))?(?=/|$)")
+"""A repository of the Hub, and its revision."""
 
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|(bucket|container) does not exist", re.IGNORECASE)
 _REFUSED = re.compile(r"credential|anonymous|access ?denied|forbidden|unauthori[sz]ed", re.IGNORECASE)
@@ -63,7 +66,11 @@ class StalledError(TimeoutError):
 
 
 class NoRepositoryError(OSError):
-    """The Hub has no such repository or revision, or not for this user."""
+    """The Hub has no such repository, or not for this user."""
+
+
+class NoRevisionError(OSError):
+    """A repository of the Hub has no such revision."""
 
 
 class StoreError(OSError):
@@ -110,7 +117,7 @@ def translating(url: str, action: str, kind: type[ReshardError] = SourceError) -
             kind = GoneError if kind is SourceError else kind
             if lacking:
                 kind = NoBucketError if kind is TargetError else kind
-                hint = _NO_REPOSITORY if isinstance(error, NoRepositoryError) else ""
+                hint = {NoRepositoryError: _NO_REPOSITORY, NoRevisionError: _NO_REVISION}.get(type(error), "")
                 raise kind(lacking, code="no-such-bucket", hint=hint) from None
             raise kind(f"{url} does not exist", code="not-found") from None
         message = f"{url} cannot be {action}: {one_line(error)}"
@@ -122,9 +129,10 @@ def translating(url: str, action: str, kind: type[ReshardError] = SourceError) -
 def lacking_bucket(url: str, error: Exception) -> str:
     """Return a message that a bucket does not exist if a client's error says so, else ""."""
     scheme, _, name = url.partition("://")
-    if isinstance(error, NoRepositoryError):
-        parts = name.split("/")
-        return f"no repository {scheme}://{'/'.join(parts[: 3 if parts[0] in _REPOSITORY_KINDS else 2])}"
+    if (repository := REPOSITORY.match(name)) and isinstance(error, NoRepositoryError | NoRevisionError):
+        where = f"{scheme}://{repository[1]}"
+        is_missing = isinstance(error, NoRepositoryError)
+        return f"no repository {where}" if is_missing else f"{where} has no revision {repository[2] or 'main'}"
     match = _NO_BUCKET.search(f"{error} {error.__cause__}")
     return f"the bucket {scheme}://{name.partition('/')[0]} does not exist" if match else ""
 

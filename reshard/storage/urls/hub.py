@@ -16,8 +16,16 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, Repositor
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from reshard.errors import TargetError
-from reshard.storage.urls.clients import FileSink, ListingPage
-from reshard.storage.urls.failures import NoRepositoryError, StoreError, causes, one_line, translating
+from reshard.storage.urls.clients import FileSink
+from reshard.storage.urls.failures import (
+    REPOSITORY,
+    NoRepositoryError,
+    NoRevisionError,
+    StoreError,
+    causes,
+    one_line,
+    translating,
+)
 from reshard.storage.urls.filesystems import FileSystemClient, version_of
 from reshard.storage.urls.retries import attempt
 
@@ -27,7 +35,6 @@ if TYPE_CHECKING:
     from reshard.storage.base import Sink
     from reshard.storage.urls.clients import Info
 
-_LEAST_PARTS = 2  # of a name in the Hub: an owner and a repository
 _COMMITTING = Lock()
 _PAST_THE_END = 416  # the HTTP status of a range that begins after the end of a file
 
@@ -39,14 +46,15 @@ class HubClient(FileSystemClient):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of the Hub into `FileNotFoundError`, `NoRepositoryError` or `StoreError`."""
+        """Turn errors of the Hub into `FileNotFoundError`, `StoreError` or those of a missing repository."""
         try:
             yield
         except (HfHubHTTPError, FileNotFoundError, RuntimeError) as error:
             for cause in causes(error):  # the library wraps some errors in others, which say less
                 if isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError):
                     self._fs.invalidate_cache()  # it may be made next
-                    raise NoRepositoryError(one_line(cause)) from error
+                    kind = NoRepositoryError if isinstance(cause, RepositoryNotFoundError) else NoRevisionError
+                    raise kind(one_line(cause)) from error
                 if isinstance(cause, EntryNotFoundError):
                     raise FileNotFoundError(one_line(cause)) from error
                 if isinstance(cause, HfHubHTTPError):
@@ -68,19 +76,13 @@ class HubClient(FileSystemClient):
 
     def info(self, key: str) -> Info:
         """See `Client.info`."""
-        if key.count("/") < _LEAST_PARTS:
-            raise FileNotFoundError(key)  # an owner or a repository
+        if REPOSITORY.fullmatch(key):
+            raise FileNotFoundError(key)
         directory = key.rpartition("/")[0]
         for entry in self._entries(directory, deep=False):  # a request for one file gives no version
             if entry["name"] == key and entry["type"] == "file":
                 return version_of(entry)
         raise FileNotFoundError(key)
-
-    def page(self, directory: str, token: str, *, deep: bool) -> ListingPage:
-        """See `Client.page`."""
-        if directory.count("/") + 1 < _LEAST_PARTS:
-            return ListingPage({})  # repositories of an owner are not listed
-        return super().page(directory, token, deep=deep)
 
     def _entries(self, name: str, *, deep: bool) -> list[dict[str, Any]]:
         with self._explained():

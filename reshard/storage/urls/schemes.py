@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ReshardError, UsageError
 from reshard.storage.urls.clients import HUB, OBSTORE, S3
-from reshard.storage.urls.failures import key_hint, one_line, stall_seconds
+from reshard.storage.urls.failures import REPOSITORY, key_hint, one_line, stall_seconds
 
 if TYPE_CHECKING:
     from reshard.storage.urls.clients import Client
@@ -35,7 +35,13 @@ def client_at(url: str) -> tuple[Client, str]:
         if scheme == HUB:
             from reshard.storage.urls.hub import HubClient
 
-            return HubClient(url), rest.removeprefix("models/").strip("/")
+            key = rest.removeprefix("models/").strip("/")
+            if not REPOSITORY.match(key):
+                raise UsageError(
+                    f"cannot open {url}: it names no repository", code="bad-url",
+                    hint="such URLs are hf://OWNER/NAME and hf://datasets/OWNER/NAME",
+                )  # fmt: skip
+            return HubClient(url), key
         from reshard.storage.urls.filesystems import FileSystemClient, named
 
         return FileSystemClient(url), named(url)
