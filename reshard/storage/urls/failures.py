@@ -39,8 +39,6 @@ _CREDENTIALS = {
 }  # fmt: skip
 """The sources of credentials that the clients use, by scheme."""
 
-_NO_REPOSITORY = "log in with `hf auth login` if it is private; `hf repos create OWNER/NAME` makes one"
-_NO_REVISION = "name a branch, a tag or a commit of it after @; without @ it is main"
 _KIND = "(?:models|datasets|spaces|buckets)/"
 REPOSITORY = re.compile(rf"((?:{_KIND})?(?!{_KIND})[^/@]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|(?!refs(?:/|$))[^/]+))?(?=/|$)")
 """A repository of the Hub, and its revision."""
@@ -68,9 +66,13 @@ class StalledError(TimeoutError):
 class NoRepositoryError(OSError):
     """The Hub has no such repository, or not for this user."""
 
+    hint = "log in with `hf auth login` if it is private; `hf repos create OWNER/NAME` makes one"
 
-class NoRevisionError(OSError):
+
+class NoRevisionError(NoRepositoryError):
     """A repository of the Hub has no such revision."""
+
+    hint = "name a branch, a tag or a commit of it after @; without @ it is main"
 
 
 class StoreError(OSError):
@@ -117,7 +119,7 @@ def translating(url: str, action: str, kind: type[ReshardError] = SourceError) -
             kind = GoneError if kind is SourceError else kind
             if lacking:
                 kind = NoBucketError if kind is TargetError else kind
-                hint = {NoRepositoryError: _NO_REPOSITORY, NoRevisionError: _NO_REVISION}.get(type(error), "")
+                hint = error.hint if isinstance(error, NoRepositoryError) else ""
                 raise kind(lacking, code="no-such-bucket", hint=hint) from None
             raise kind(f"{url} does not exist", code="not-found") from None
         message = f"{url} cannot be {action}: {one_line(error)}"
@@ -129,10 +131,10 @@ def translating(url: str, action: str, kind: type[ReshardError] = SourceError) -
 def lacking_bucket(url: str, error: Exception) -> str:
     """Return a message that a bucket does not exist if a client's error says so, else ""."""
     scheme, _, name = url.partition("://")
-    if (repository := REPOSITORY.match(name)) and isinstance(error, NoRepositoryError | NoRevisionError):
+    if (repository := REPOSITORY.match(name)) and isinstance(error, NoRepositoryError):
         where = f"{scheme}://{repository[1]}"
-        is_missing = isinstance(error, NoRepositoryError)
-        return f"no repository {where}" if is_missing else f"{where} has no revision {repository[2] or 'main'}"
+        lacks_revision = isinstance(error, NoRevisionError)
+        return f"{where} has no revision {repository[2] or 'main'}" if lacks_revision else f"no repository {where}"
     match = _NO_BUCKET.search(f"{error} {error.__cause__}")
     return f"the bucket {scheme}://{name.partition('/')[0]} does not exist" if match else ""
 

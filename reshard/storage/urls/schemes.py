@@ -35,13 +35,7 @@ def client_at(url: str) -> tuple[Client, str]:
         if scheme == HUB:
             from reshard.storage.urls.hub import HubClient
 
-            key = rest.removeprefix("models/").strip("/")
-            if not REPOSITORY.match(key):
-                raise UsageError(
-                    f"cannot open {url}: it names no repository", code="bad-url",
-                    hint="such URLs are hf://OWNER/NAME and hf://datasets/OWNER/NAME",
-                )  # fmt: skip
-            return HubClient(url), key
+            return HubClient(url), _hub_key(url, rest)
         from reshard.storage.urls.filesystems import FileSystemClient, named
 
         return FileSystemClient(url), named(url)
@@ -58,6 +52,17 @@ def client_at(url: str) -> tuple[Client, str]:
         raise
     except Exception as error:  # of a library, about its settings
         raise UsageError(f"cannot open {url}: {one_line(error)}", code="bad-url", hint=key_hint(url, error)) from None
+
+
+def _hub_key(url: str, rest: str) -> str:
+    """Return the key of a file of the Hub, which begins with its repository."""
+    key = rest.removeprefix("models/").strip("/")
+    if not REPOSITORY.match(key):
+        raise UsageError(
+            f"cannot open {url}: it names no repository", code="bad-url",
+            hint="such URLs are hf://OWNER/NAME and hf://datasets/OWNER/NAME",
+        )  # fmt: skip
+    return key
 
 
 @lru_cache(maxsize=64)
