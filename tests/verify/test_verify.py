@@ -325,7 +325,7 @@ def test_no_contradicting_wishes(tmp_path: Path) -> None:
         reshard.verify(path, against=path, manifest=path)
     with refused(UsageError, "out-of-range", "threads is 0"):
         reshard.verify(path, threads=0)
-    with refused(BudgetError, "not-enough-memory", "memory=58_000_000"):
+    with refused(BudgetError, "not-enough-memory", "memory="):
         reshard.verify(path, against=path, memory=1000)
 
 
