@@ -118,7 +118,8 @@ class Destination(Protocol):
         coding: how the files are encoded; None if their contents are plain.
         cipher: encrypts the files; None if they are plain.
         memory: the memory that it needs beyond that of every plan.
-        carried: the names of the source's objects that are carried byte for byte.
+        carried: the names of the source's objects that are carried byte for byte; and of the files beside its
+            weights, if they are, too, or if a warning names them.
         carries: objects, and tensors that are bound to the source's format, are carried to the target.
         links: its files are links to the source's files, so that no bytes are moved.
         dropped: source names that cannot be linked, and that the selection allows to drop.

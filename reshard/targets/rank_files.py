@@ -46,6 +46,7 @@ class Ranks(Destination):
         self._lay_out = written.lay_out
         stored = [self._stored(item) for item in items]
         self._sidecars = Sidecars(source, request.files, items)
+        self.carried = self._sidecars.names
         self.memory = (("sidecar files", self._sidecars.nbytes),)
         self._shard_files: ShardFiles = request.files.shard_files(stored, written.EXTENSION)
         self._remove_redundancy = request.remove_redundancy

@@ -99,6 +99,11 @@ class Sidecars:
             self.contents[MODEL_CONFIG] = with_dtypes(self.contents[MODEL_CONFIG], dtypes)
 
     @property
+    def names(self) -> set[str]:
+        """Return the names of the files, and those that a warning names."""
+        return {*self.contents, *self.too_large, *self.outside}
+
+    @property
     def nbytes(self) -> int:
         """Return the number of bytes in memory."""
         return sum(map(len, self.contents.values()))

@@ -246,6 +246,7 @@ def report_html(report: Report) -> str:
         section("Files", ("file",), report.files, lambda path: (path,), "file"),
         tasks_section(report),
         *_dropped_and_missing(report),
+        *warnings_listed(report.warnings),
         text=repr(report),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,7 @@ from reshard.formats.sets import HuggingFaceSet
 from reshard.targets import sidecars
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 FULL = numbers({"a.w": (8, 6), "b.w": (8, 6)})
@@ -77,10 +79,46 @@ def test_a_cast_is_told_in_the_configuration(tmp_path: Path) -> None:
     assert beside(tmp_path / "half") == CARRIED
 
 
-@pytest.mark.parametrize("to", ["safetensors", "dcp", "zarr"])
-def test_other_targets_get_none(tmp_path: Path, to: str) -> None:
-    reshard.convert(model(tmp_path), tmp_path / "out", to=to)
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "orbax"])
+def test_other_targets_get_none_and_say_so(tmp_path: Path, to: str) -> None:
+    root = model(tmp_path)
+    report = reshard.convert(root, tmp_path / "out", to=to)
     assert not {path.name for path in (tmp_path / "out").rglob("*")} & set(CARRIED)
+    assert told(report.warnings) == (len(CARRIED), sorted(CARRIED)[:3])
+    store = reshard.convert(root, tmp_path / "store.zarr").directory
+    assert told(reshard.plan(reshard.open(store), format=to).warnings) == told(report.warnings)
+
+
+def test_what_is_left_out_is_on_the_terminal_in_json_and_in_html(tmp_path: Path) -> None:
+    root = model(tmp_path)
+    for more in (["--dry-run"], []):
+        command = ("convert", root, tmp_path / f"out{len(more)}", "--to", "dcp", *more)
+        assert told([done(*command).stderr]) == (len(CARRIED), sorted(CARRIED)[:3])
+        data = json.loads(done(*command, "--overwrite", "--json").stdout)
+        assert told(data["warnings"]) == (len(CARRIED), sorted(CARRIED)[:3])
+    report = reshard.convert(root, tmp_path / "more", to="dcp")
+    for page in (reshard.plan(reshard.open(root), format="dcp")._repr_html_(), report._repr_html_()):
+        assert sorted(CARRIED)[0] in page
+
+
+@pytest.mark.parametrize("to", ["hf", "mindspore", "zarr"])
+def test_targets_that_carry_all_say_nothing(tmp_path: Path, to: str) -> None:
+    assert reshard.convert(model(tmp_path), tmp_path / "out", to=to).warnings == ()
+
+
+def test_a_target_of_another_program_says_what_it_lacks(tmp_path: Path) -> None:
+    rules = reshard.Rules.of(
+        {"reshard-rules": 1, "sides": ["a", "b"], "rules": [{"a": f"{x}.w", "b": f"{x}.v"} for x in "ab"]}
+    )
+    report = reshard.convert(model(tmp_path), tmp_path / "out", to="hf", rules=rules)
+    assert told(report.warnings) == (len(CARRIED), sorted(CARRIED)[:3])
+
+
+def told(warnings: Sequence[str]) -> tuple[int, list[str]]:
+    """Return how many files are said to be left out, and the names that are given."""
+    (text,) = warnings
+    number, names = re.search(r"(\d+) files? beside the tensors left out: (.*) and \d+ more", text).groups()
+    return int(number), names.split(", ")
 
 
 def test_ranks_are_no_set(tmp_path: Path) -> None:

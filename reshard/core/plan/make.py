@@ -35,6 +35,7 @@ from reshard.strategy.strategy import Strategy
 from reshard.targets.destination import TargetInputs, TargetTensor
 from reshard.targets.kinds import OF_FORMATS, destination_of
 from reshard.targets.same_files import SameFiles
+from reshard.targets.sidecars import sidecar_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -153,6 +154,10 @@ def plan(
     source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
     objects = [name for name in source_objects if name not in destination.carried]
     lost = [f"{names(objects, most=3)}: not tensors, and left out; a DCP or a zarr store has them"] if objects else []
+    beside = [name for name in sidecar_names(source) if name not in destination.carried]
+    if beside:
+        count = f"{len(beside):,} file{'s' * (len(beside) != 1)}"
+        lost.append(f"{count} beside the tensors left out: {names(beside, most=3)}")
     return replace(
         result,
         dropped=(*selected.dropped, *objects),

@@ -21,7 +21,7 @@ class Carried:
     Attributes:
         stored: the bytes.
         names: the names of objects and of files of a distributed checkpoint, in the source.
-        files: the names of files beside the weights of a set.
+        files: the names of files beside the weights of a set, with those that a warning names.
     """
 
     def __init__(self, inputs: TargetInputs) -> None:
@@ -36,7 +36,7 @@ class Carried:
         beside = read_carried(extras.beside, inputs.faults)
         contents = read_carried({name: extras.objects[name] for name in objects}, inputs.faults)
         self.names = {*beside, *contents}
-        self.files = {*self._sidecars.contents}
+        self.files = self._sidecars.names
         paths = extras.paths
         if paths is not None:
             old_of = {**self._tensors, **{objects[name]: name for name in contents}}

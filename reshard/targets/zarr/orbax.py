@@ -12,11 +12,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import INT4
-from reshard.errors import UsageError, names
+from reshard.errors import UsageError
 from reshard.formats.zarr import escaped
 from reshard.readers.orbax.steps import COMMITTED, METADATA, STEP_METADATA
 from reshard.targets.destination import TargetFile, literal
-from reshard.targets.sidecars import sidecar_names
 from reshard.targets.zarr import ZarrStore
 
 if TYPE_CHECKING:
@@ -35,11 +34,6 @@ class OrbaxItem(ZarrStore):
 
     carries = False
     consolidates = False  # zarr-python, which reads such metadata, lacks its dtypes
-
-    def warnings(self) -> tuple[str, ...]:
-        """Warn of files beside the weights, for which Orbax has no place."""
-        left = sidecar_names(self._source)
-        return (f"{names(left, most=3)}: not in a checkpoint of Orbax, which has tensors alone",) if left else ()
 
     def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out the store, and make Orbax's metadata, which get their names last.
