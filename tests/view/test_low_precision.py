@@ -178,6 +178,24 @@ def test_other_results_keep_the_dtype(low: da.Array, dtype: str) -> None:
         assert lazy.dtype == result.dtype == BY_NAME[dtype].numpy(), name
 
 
+def test_extremes_of_all_elements_keep_the_dtype(low: da.Array, dtype: str, tmp_path: Path) -> None:
+    extremes = {
+        "min": low.min(),
+        "max": da.max(low),
+        "nanmax": da.nanmax(low),
+        "both": da.stack([low.min(), low.max()]),
+    }
+    values = numbers(dtype)
+    truth = {"min": values.min(), "max": values.max(), "nanmax": values.max(), "both": [values.min(), values.max()]}
+    reshard.write(extremes, tmp_path / "written", format="hf")
+    written = reshard.open(tmp_path / "written")
+    for name, lazy in extremes.items():
+        assert lazy.dtype == lazy.compute(scheduler="sync").dtype == written[name].dtype == values.dtype, name
+        np.testing.assert_array_equal(np.asarray(written[name]), truth[name], err_msg=name)
+    assert (low - low.min()).dtype == values.dtype
+    assert extremes["both"].sum().dtype == extremes["both"].sum().compute().dtype == np.float32
+
+
 def test_computed_arrays_are_arrays_of_numpy(low: da.Array, dtype: str) -> None:
     values = numbers(dtype)
     result = low.compute()

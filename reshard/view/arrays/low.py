@@ -129,6 +129,8 @@ class LowPrecisionArray(np.ndarray[Any, Any]):
 
     def sum(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sum in float32; arguments as of `numpy.sum`."""
+        if not (self.size or args or kwargs):  # so dask makes a `meta` 0-d, also of a minimum; it may cast the result
+            return np.zeros((), np.float32).view(AccumulatedArray)
         return np.sum(self, *args, **kwargs)
 
     def prod(self, *args: Any, **kwargs: Any) -> Any:
