@@ -250,6 +250,17 @@ def test_scalars_are_stacked(dtype: str, tmp_path: Path) -> None:
     assert total.compute(scheduler="sync") == 300
 
 
+def test_the_mean_of_stacked_maxima(dtype: str, tmp_path: Path) -> None:
+    kind = BY_NAME[dtype].numpy()
+    arrays = {f"w.{number}": np.full((2, 2), 1 + number / 400).astype(kind) for number in range(300)}
+    reshard.write(arrays, tmp_path / "set", format="hf")
+    source = reshard.open(tmp_path / "set")
+    mean = da.stack([source[name].max() for name in source]).mean()
+    truth = np.mean([array.max() for array in arrays.values()], dtype=np.float64)
+    assert mean.dtype == np.float32
+    np.testing.assert_allclose(mean.compute(), truth, rtol=1e-5)
+
+
 def test_a_checkpoint_is_converted_lazily(low: da.Array, dtype: str, tmp_path: Path) -> None:
     source = reshard.open(tmp_path / "set")
     wide = source.astype("float32")

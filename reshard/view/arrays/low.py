@@ -101,7 +101,10 @@ class LowPrecisionArray(np.ndarray[Any, Any]):
             return NotImplemented
         arrays = [*args, *kwargs.values()]
         if func in _KEEPS_DTYPE:
-            return _wrapped(func(*_plain(args), **_plain(kwargs)), arrays, accumulated=False)
+            result = _wrapped(func(*_plain(args), **_plain(kwargs)), arrays, accumulated=False)
+            # dask asks with `keepdims`, and may stack what it gets: stacked scalars would be a plain array.
+            is_narrow_scalar = "keepdims" in kwargs and isinstance(result, np.generic) and result.dtype in LOW_PRECISION
+            return low_precision(np.asarray(result)) if is_narrow_scalar else result
         if func in _WITHOUT_COPY:
             wanted = args[2] if len(args) > 2 else kwargs.get("dtype")
             options = {**kwargs, "dtype": _wide(wanted or args[0].dtype)}
