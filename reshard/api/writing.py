@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import dask.array as da
 import numpy as np
+from dask.base import is_dask_collection
 
 from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.choices import carried_out, client_of
@@ -156,6 +157,8 @@ def _from_array(name: Any, value: Any) -> FromArray:
     """
     if not isinstance(name, str) or not name:
         raise UsageError(f"has the name {name!r}; expected a text", code="bad-array")
+    if is_dask_collection(value):
+        value = getattr(value, "data", value)  # of a DataArray, which numpy would compute whole
     try:
         array = value if isinstance(value, da.Array) else np.asanyarray(value, order="C")
     except ValueError as error:  # rows of different lengths

@@ -13,6 +13,7 @@ import dask.array as da
 import ml_dtypes
 import numpy as np
 import pytest
+import xarray as xr
 from checkpoints import write_file, write_ranks
 from clusters import client_of, cluster
 from refusals import refused
@@ -162,6 +163,25 @@ def test_a_mask_that_dask_does_not_know(tmp_path: Path) -> None:
         reshard.write({"x": array}, tmp_path / "out")
     with refused(SourceError, "wrong-chunk", "'x'"):
         reshard.plan(_empty().assign(x=array), format="hf").run(tmp_path / "tasks", partition="file")
+
+
+def test_an_array_of_xarray_stays_lazy(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    def double(chunk: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        sizes.append(chunk.size)
+        return chunk * 2
+
+    values = np.arange(24.0).reshape(6, 4)
+    lazy = da.from_array(values, chunks=(2, 4)).map_blocks(double, dtype=values.dtype, meta=values[:0])
+    arrays = {"lazy": xr.DataArray(lazy, dims=("a", "b")), "here": xr.DataArray(values)}
+    assert _empty().assign(arrays)["lazy"].numblocks == (3, 1)
+    assert not sizes
+    reshard.write(arrays, tmp_path / "x.safetensors")
+    assert sizes == [8, 8, 8]
+    written = load_file(tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(written["lazy"], values * 2)
+    np.testing.assert_array_equal(written["here"], values)
 
 
 @pytest.mark.parametrize("shape", [(2**40, 0), (0, 3), (2**33, 0, 2**9)])
