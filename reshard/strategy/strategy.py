@@ -124,6 +124,9 @@ class Strategy:
         if self.stages.start:
             object.__setattr__(self, "others", True)
 
+    def __hash__(self) -> int:  # of what can be hashed: `tensors` is a dict
+        return hash((frozenset(self.tensors), self.stages, self.devices))
+
     @classmethod
     @checked
     def of(

@@ -40,6 +40,13 @@ def test_a_strategy_of_one_stage() -> None:
     assert repr(strategy) == "<Strategy: 2 tensors over 4 ranks>"
 
 
+def test_equal_strategies_have_one_hash() -> None:
+    layouts = {"a": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])}
+    one, other = Strategy.of(layouts), Strategy.of(dict(reversed(layouts.items())))
+    assert one == other
+    assert len({one, other, Strategy.of({"a": layouts["a"]})}) == 2
+
+
 def test_a_pipeline_counts_ranks_over_its_stages() -> None:
     strategy = Strategy.of({"w": ROWS, "v": {1: COLUMNS}, "tied": {1: COLUMNS, 0: ROWS}})
     assert (strategy.devices, strategy.stages, strategy.ranks) == (2, range(2), range(4))
