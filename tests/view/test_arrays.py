@@ -200,6 +200,20 @@ def test_chunks_of_all_tensors_are_given_when_opening(tmp_path: Path) -> None:
         reshard.open(tmp_path / "set", chunks=(2, 2))["b"]
 
 
+def test_a_dict_of_chunks_has_dimensions(tmp_path: Path) -> None:
+    values = numbered((6, 8))
+    reshard.write({"w": values}, tmp_path / "set", strategy=reshard.Strategy.of({"w": reshard.Layout.of([2], [0, -1])}))
+    source = reshard.open(tmp_path / "set")
+    assert source.array("w", chunks={-1: 3}).chunks == ((6,), (3, 3, 2))
+    for chunks in ({"dim_8": 3}, 0, (0, -1), {0: 0}):
+        with refused(reshard.UsageError, "bad-chunks", "'w'"):
+            source.array("w", chunks=chunks)
+    opened = reshard.open(tmp_path / "set", chunks={})  # as for xarray.open_zarr
+    assert opened["w"].chunks == source.array("w", chunks={}).chunks == source["w"].chunks == ((3, 3), (8,))
+    assigned = source.assign(w=da.from_array(values, chunks=(2, 4)))
+    assert assigned.array("w", chunks={}).numblocks == (3, 2)
+
+
 def test_a_slice_reads_only_its_bytes(tmp_path: Path, reads: list[int]) -> None:
     lazy = tensor_array(stored(tmp_path, numbered((64, 8)), grid((64, 8), [[32], []]), "float32"), "w")
     for index, expected in [

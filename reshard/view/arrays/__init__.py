@@ -63,7 +63,9 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, chunks: Any = None) -> da
         return text_array(name, tensor.text)
     chunks = checkpoint.opening.chunks if chunks is None else chunks
     if (array := assigned(checkpoint, tensor)) is not None:
-        return array if chunks is None else array.rechunk(_sizes(chunks, array.chunks, array.shape, array.dtype, name))
+        if _are_default(chunks):
+            return array
+        return array.rechunk(_sizes(chunks, array.chunks, array.shape, array.dtype, name))
     return _tensor_box(checkpoint, name, Block.whole(tensor.spec.shape), None, chunks)
 
 
@@ -165,7 +167,7 @@ def _lazy(stored: _Stored, token: str, box: Block, chunks: Any) -> da.Array:
     teach_distributed()  # it may have been imported since
     hulls = [list(_spans(stored, piece.block)) for piece in stored.pieces]
     sizes = _shards(hulls, box)
-    if chunks is None:
+    if _are_default(chunks):
         sizes = _cut(sizes, stored.dtype.itemsize)
     else:
         sizes = _sizes(chunks, sizes, box.shape, stored.dtype, stored.name)
@@ -245,6 +247,11 @@ def _parts(size: int, most: int) -> Iterable[int]:
     return [size // count + (number < size % count) for number in range(count)]
 
 
+def _are_default(chunks: Any) -> bool:
+    """Return whether the chunks are those of the source, for which xarray's word is {}."""
+    return chunks is None or (isinstance(chunks, dict) and not chunks)
+
+
 def _sizes(chunks: Any, shards: Chunks, shape: Shape, dtype: np.dtype[Any], name: str) -> Chunks:
     """Return the chunk sizes that dask makes of its words, such as `"auto"`.
 
@@ -254,8 +261,10 @@ def _sizes(chunks: Any, shards: Chunks, shape: Shape, dtype: np.dtype[Any], name
     if not shape:
         return ()
     try:
+        if isinstance(chunks, dict):  # dask ignores keys that are no dimension, also -1
+            chunks = {dim + len(shape) if dim < 0 else dim: size for dim, size in chunks.items()}
         sizes: Chunks = da.core.normalize_chunks(chunks, shape, dtype=dtype, previous_chunks=shards)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, NotImplementedError, ZeroDivisionError) as error:
         raise UsageError(
             f"chunks of tensor {name!r} is {chunks!r:.80}: {error}", code="bad-chunks",
             hint='give "auto", a size such as "16MB", -1, or rows and columns as dask.array takes them',
