@@ -26,6 +26,7 @@ _ELSEWHERE = {"Checkpoint", "int | str | None"}
 _ALIASES = {
     "AnyName": "str | os.PathLike[str] | RemotePath",
     "AnyFiles": "TargetFiles | Checkpoint2 | ZarrGroup | DCP | LinkedDCP | DeepSpeedUniversal",
+    "DTypeLike": "str | type | dtype",
     "Globs": "str | Iterable[str]",
     "Number": "int | str",
     "Shape": "Sequence[int]",
@@ -34,7 +35,7 @@ _ALIASES = {
 _WORDS = {
     "AnyName": "a path", "os.PathLike": "a path", "Globs": "a glob or a list of globs", "str": "a text",
     "AnyFiles": "an object such as HuggingFaceSet()", "bool": "True or False", "int": "a whole number",
-    "float": "a number", "Callable": "a function",
+    "float": "a number", "Callable": "a function", "DTypeLike": "a dtype",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy as np
+    from numpy.typing import DTypeLike
 
     from reshard.errors import ReshardError
 
@@ -147,6 +148,20 @@ STR = BY_NAME["str"]
 
 def _interned(name: str) -> DType:
     return BY_NAME[name]
+
+
+def name_of(dtype: DTypeLike) -> str:
+    """Return the name of a dtype of numpy or ml_dtypes; a text unchanged.
+
+    >>> import ml_dtypes, numpy
+    >>> [name_of(dtype) for dtype in ("bf16", numpy.float16, numpy.dtype("f4"), ml_dtypes.bfloat16)]
+    ['bf16', 'float16', 'float32', 'bfloat16']
+    """
+    if isinstance(dtype, str):
+        return dtype
+    import numpy as np
+
+    return np.dtype(dtype).name
 
 
 def by_name(name: str, error: type[ReshardError], known: Iterable[str] = BY_NAME) -> DType:

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.arguments import checked
+from reshard.dtypes import name_of
 from reshard.errors import Option, ReshardError, Text
 from reshard.expressions.average import average as average_of
 from reshard.messages import warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import DTypeLike
 
 _METHODS = {"dequantize": "checkpoint.dequantize('bfloat16')", "exclude": "checkpoint.sel(...)"}
 """What is done to the inputs, by the option of the command."""
@@ -22,7 +25,7 @@ def average(
     checkpoints: Sequence[Checkpoint],
     weights: Sequence[float] | Literal["linear", "minus-sqrt"] | None = None,
     *,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     states: bool = False,
 ) -> Checkpoint:
     """Return the weighted average of checkpoints, computed when it is read or written.
@@ -49,7 +52,7 @@ def average(
     """
     records = [record_of(each, f"checkpoint {number}") for number, each in enumerate(checkpoints)]
     try:
-        average = average_of(records, weights, dtype, states)
+        average = average_of(records, weights, None if dtype is None else name_of(dtype), states)
     except ReshardError as error:
         raise error.changed(_with_methods) from None
     known = {text for record in records for text in record.warnings}

@@ -13,6 +13,7 @@ from reshard.arguments import checked
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.select import narrowed
+from reshard.dtypes import name_of
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.messages import warn
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     import zarr
     from dask.array import Array
+    from numpy.typing import DTypeLike
     from zarr.abc.store import Store
 
     from reshard.compute.stats import CheckpointStats
@@ -134,7 +136,7 @@ class Checkpoint(OpenedArrays):
     __hash__ = object.__hash__
 
     @checked
-    def sel(self, *patterns: str, dtype: str | None = None, kind: str | None = None) -> Checkpoint:
+    def sel(self, *patterns: str, dtype: DTypeLike | None = None, kind: str | None = None) -> Checkpoint:
         """Return the checkpoint with only the tensors that match all conditions; nothing is read.
 
         A plan leaves out the other tensors, and does not report them as missing. The result is empty if no tensor is of
@@ -142,7 +144,7 @@ class Checkpoint(OpenedArrays):
 
         Args:
             patterns: names of tensors, or globs; a tensor must match one, and each must match a tensor. By default all.
-            dtype: a dtype, such as `bfloat16` or `bf16`.
+            dtype: a dtype, such as `bfloat16`, `bf16` or `numpy.float32`.
             kind: `weights`, `optimizer` (all its states), `moments`, `masters`, `steps`, `other`, or a group of
                 `groups("kind")`.
 
@@ -150,7 +152,7 @@ class Checkpoint(OpenedArrays):
             reshard.UsageError: a pattern matches no tensor; an unknown dtype or kind.
         """
         record = self._record.sel(*patterns) if patterns else self._record
-        return Checkpoint(narrowed(record, dtype=dtype, kind=kind))
+        return Checkpoint(narrowed(record, dtype=None if dtype is None else name_of(dtype), kind=kind))
 
     @checked
     def rank(self, rank: int) -> StoredArrays:
@@ -238,7 +240,7 @@ class Checkpoint(OpenedArrays):
         return self._changed(scale(self._record, patterns, factor, shift))
 
     @checked
-    def dequantize(self, dtype: str = "bfloat16") -> Checkpoint:
+    def dequantize(self, dtype: DTypeLike = "bfloat16") -> Checkpoint:
         """Return the checkpoint with quantized weights multiplied by their scales when they are read.
 
         Weights are float8 with scales of blocks, rows or the tensor, or two E2M1 values a byte with E8M0 scales. Scales
@@ -253,14 +255,14 @@ class Checkpoint(OpenedArrays):
         """
         from reshard.expressions.quantized.dequantize import dequantize  # not on every start
 
-        return self._changed(dequantize(self._record, dtype))
+        return self._changed(dequantize(self._record, name_of(dtype)))
 
     @checked
-    def astype(self, dtype: str) -> Checkpoint:
+    def astype(self, dtype: DTypeLike) -> Checkpoint:
         """Return the checkpoint with all tensors of floats in another dtype, rounded to nearest when they are read.
 
         Args:
-            dtype: `float64`, `float32`, `bfloat16`, `float16`, `float8_e4m3fn` or `float8_e5m2`.
+            dtype: `float64`, `float32`, `bfloat16`, `float16`, `float8_e4m3fn` or `float8_e5m2`, or numpy's dtype.
 
         Raises:
             reshard.UsageError: another dtype.
@@ -268,7 +270,7 @@ class Checkpoint(OpenedArrays):
         """
         from reshard.expressions.cast import astype  # not on every start
 
-        return self._changed(astype(self._record, dtype))
+        return self._changed(astype(self._record, name_of(dtype)))
 
     @checked
     def groups(self, by: str = "name") -> Groups:
@@ -321,8 +323,8 @@ class Checkpoint(OpenedArrays):
         Args:
             name: the name of the tensor.
             chunks: in the words of dask: `"auto"`, the most bytes (`"64MB"`), a number of rows and columns, -1 for all,
-                a tuple or a dict by dimension. By default a chunk is a source shard; shards larger than 8 MiB, or than
-                dask's `array.chunk-size`, are cut along their rows.
+                a tuple or a dict by dimension. By default, and for `{}`, a chunk is a
+                source shard; shards larger than 8 MiB, or than dask's `array.chunk-size`, are cut along their rows.
 
         Raises:
             reshard.MissingNameError: there is no such tensor; a `KeyError`.
