@@ -43,6 +43,9 @@ class _Table(Arrays):
     __slots__ = ()
     checkpoint: Checkpoint
 
+    __eq__ = object.__eq__  # Mapping's would compute arrays
+    __hash__ = object.__hash__
+
     def _rows(self) -> list[tuple[str, str, str, str, str]]:
         """Return the name, dtype, shape, size and block of each array."""
         raise NotImplementedError
