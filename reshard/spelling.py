@@ -42,7 +42,7 @@ def missing_name(name: object, known: Iterable[str], message: str, choice: str =
         name: the name.
         known: the names that it has.
         message: the message, but for the name.
-        choice: what to type if the name is a glob; "" if the mapping has nothing that takes globs.
+        choice: what to type if the name is a glob or a list; "" if the mapping has nothing that takes these.
 
     >>> missing_name("wo", ["wq"], "ckpt has no tensor").message
     "ckpt has no tensor 'wo'"
@@ -50,4 +50,6 @@ def missing_name(name: object, known: Iterable[str], message: str, choice: str =
     hint = did_you_mean(name, known, most=3) if isinstance(name, str) else ""
     if choice and isinstance(name, str) and any(sign in name for sign in "*?["):
         hint = f"{choice} takes globs"
+    if choice and isinstance(name, list):
+        hint = f"{choice.replace('[', '*[')} takes several names"
     return MissingNameError(f"{message} {name!r:.200}", code="no-such-tensor", hint=hint)

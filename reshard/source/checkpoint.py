@@ -319,9 +319,10 @@ class Checkpoint:
             MissingNameError: there is no such tensor.
             SourceError: it cannot be read; the reason is in `unreadable`.
         """
-        if name in self.unreadable:
+        is_text = isinstance(name, str)  # a list is no key, and cannot be looked up
+        if is_text and name in self.unreadable:
             raise SourceError(Text(f"tensor {name!r} of {self.root} ", self.unreadable[name]), code="unreadable-tensor")
-        if name not in self.tensors:
+        if not is_text or name not in self.tensors:
             raise missing_name(name, self.tensors, "the checkpoint has no tensor", choice=f".sel({name!r})")
 
     def __repr__(self) -> str:

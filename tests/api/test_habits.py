@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import write_ranks
@@ -20,7 +21,7 @@ from stopped_runs import SOURCE as STRATEGY
 from stopped_runs import TARGET, small_tasks, source, stopped
 
 import reshard
-from reshard.errors import MissingNameError, ReshardError
+from reshard.errors import MissingNameError, ReshardError, UsageError
 from reshard.storage.local import local_store
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
@@ -101,6 +102,38 @@ def test_a_data_frame_needs_pandas(source: reshard.Checkpoint, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "pandas", None)
     with refused(ReshardError, "library-missing", "pandas"):
         source.to_dataframe()
+
+
+# --- dtypes, lists of names, and comparing mappings ---
+
+
+def test_dtypes_of_numpy_are_taken(whole: Path) -> None:
+    source = reshard.open(whole)
+    name = "layers.0.w"
+    for dtype in (np.float16, np.dtype("float16"), ml_dtypes.bfloat16, float, "bf16"):
+        wanted = np.dtype(ml_dtypes.bfloat16 if dtype == "bf16" else dtype)
+        assert source.astype(dtype)[name].dtype == reshard.average([source, source], dtype=dtype)[name].dtype == wanted
+        assert np.array_equal(np.asarray(source.astype(dtype)[name]), VALUES[name].astype(wanted))
+    assert list(source.sel(dtype=np.float32)) == list(VALUES)
+    assert not source.sel(dtype=np.dtype("int8"))
+    for wrong in (object, np.str_, np.int8):
+        with pytest.raises(UsageError):
+            source.astype(wrong)
+
+
+def test_a_list_is_no_name(whole: Path) -> None:
+    source = reshard.open(whole)
+    for key in (["layers.0.w", "layers.1.w"], slice(2), np.arange(2)):
+        with refused(MissingNameError, "no-such-tensor"):
+            source[key]  # type: ignore[index]
+
+
+def test_the_arrays_of_a_rank_are_compared_by_identity(source: reshard.Checkpoint) -> None:
+    for arrays in (source.rank(0), reshard.plan(source, TARGET).rank(0)):
+        same, other = arrays, reshard.plan(source).rank(0)
+        assert arrays == same
+        assert arrays != other
+        assert len({arrays, same, other}) == 2
 
 
 # --- with ---
