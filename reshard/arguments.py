@@ -1,5 +1,8 @@
 """Check the arguments of public functions against their annotations, so that a wrong one is named at once.
 
+Numbers, texts and collections of other libraries become those of Python, which JSON, pickles and `if` are written for:
+`numpy.int64`, a text of an `Enum`, a `pandas.Index`, a generator.
+
 Annotations are texts here, and are parsed when a function is called first. Classes are compared by their names, so that
 nothing is imported for them.
 """
@@ -8,14 +11,16 @@ from __future__ import annotations
 
 import os
 from ast import literal_eval
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache, wraps
+from operator import index
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,13 +63,15 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def checking(*args: P.args, **kwargs: P.kwargs) -> T:
+        values: list[Any] = []
         for number, value in enumerate(args):
             name = positional[number] if number < len(positional) else others
-            _check(name, annotations.get(name, "Any"), value)
-        for name, value in kwargs.items():
-            if name not in by_position_only:
-                _check(name, annotations.get(name, "Any"), value)
-        return function(*args, **kwargs)
+            values.append(_argument(name, annotations.get(name, "Any"), value))
+        options: dict[str, Any] = {
+            name: value if name in by_position_only else _argument(name, annotations.get(name, "Any"), value)
+            for name, value in kwargs.items()
+        }
+        return function(*values, **options)
 
     return checking
 
@@ -75,50 +82,75 @@ def checked_fields(kind: type[T]) -> type[T]:
     return kind
 
 
-def _check(name: str, annotation: str, value: object) -> None:
-    if annotation not in _ELSEWHERE and not _allows(annotation, value):
+class _RefusedError(Exception):
+    """An annotation does not allow a value."""
+
+
+def _argument(name: str, annotation: str, value: object) -> Any:
+    """Return an argument in Python's own types; raise `UsageError` if its annotation does not allow it."""
+    if annotation in _ELSEWHERE:
+        return value
+    try:
+        return _plain(annotation, value)
+    except _RefusedError:
         expected = " or ".join(dict.fromkeys(_in_words(part) for part in _parts(annotation, "|") if part != "None"))
-        raise UsageError(f"{name} is {value!r:.60}; expected {expected}", code="bad-argument")
+        raise UsageError(f"{name} is {value!r:.60}; expected {expected}", code="bad-argument") from None
 
 
-def _allows(annotation: str, value: object) -> bool:
-    return any(_allows_one(part, value) for part in _parts(annotation, "|"))
+def _plain(annotation: str, value: Any) -> Any:
+    """Return a value in Python's own types; raise `_RefusedError` if an annotation does not allow it."""
+    for part in _parts(annotation, "|"):
+        with suppress(_RefusedError, TypeError, ValueError, OverflowError):  # also of what converts a value
+            return _plain_of_one(part, value)
+    raise _RefusedError
 
 
-def _allows_one(part: str, value: Any) -> bool:  # noqa: PLR0911, PLR0912 -- a table
-    """Return whether a part of an annotation allows a value."""
+def _plain_of_one(part: str, value: Any) -> Any:  # noqa: PLR0911, PLR0912 -- a table
+    """Return a value in Python's own types, if a part of an annotation allows it."""
     if part in _ALIASES:
-        return _allows(_ALIASES[part], value)
+        return _plain(_ALIASES[part], value)
     name, _, inner = part.removesuffix("]").partition("[")
     match name:
         case "Any":
-            return True
-        case "None":
-            return value is None
-        case "bool":
-            return type(value).__name__ in {"bool", "bool_"}
-        case "int" | "float":
-            return hasattr(value, "__index__" if name == "int" else "__float__") and not isinstance(value, bool)
-        case "str":
-            return isinstance(value, str)
-        case "os.PathLike":
-            return isinstance(value, os.PathLike)
-        case "TargetFiles":  # anyone may write one
-            return hasattr(value, "shard_files")
-        case "Callable":
-            return callable(value)
+            return value
+        case "None" if value is None:
+            return None
+        case "bool" if type(value).__name__ in {"bool", "bool_"}:
+            return bool(value)
+        case "int":
+            if isinstance(value, bool):
+                raise _RefusedError
+            return index(value)
+        case "float" if hasattr(value, "__float__") and not isinstance(value, bool):
+            return value if type(value) is int else float(value)
+        case "str" if isinstance(value, str):
+            return str.__str__(value)
+        case "os.PathLike" if isinstance(value, os.PathLike):
+            return value
+        case "TargetFiles" if hasattr(value, "shard_files") and not isinstance(value, type):  # anyone may write one
+            return value
+        case "Callable" if callable(value):
+            return value
         case "Literal":
-            return any(type(value) is type(each) and value == each for each in literal_eval(f"({inner},)"))
-        case "Mapping":
+            value = str.__str__(value) if isinstance(value, str) else value
+            if any(type(value) is type(each) and value == each for each in literal_eval(f"({inner},)")):
+                return value
+        case "Mapping" if isinstance(value, Mapping):
             key, item = _parts(inner, ",")
-            pairs = value.items() if isinstance(value, Mapping) else ()
-            return isinstance(value, Mapping) and all(_allows(key, old) and _allows(item, new) for old, new in pairs)
+            pairs = {_plain(key, old): _plain(item, new) for old, new in value.items()}
+            return value if _is_same(pairs, value) and _is_same(pairs.values(), value.values()) else pairs
         case "Iterable" | "Sequence" | "Collection":
-            if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-                return False
-            is_read = isinstance(value, (list, tuple, set, frozenset)) and inner not in _ELSEWHERE
-            return not is_read or all(_allows(inner, item) for item in value)
-    return any(each.__name__ == name.rpartition(".")[2] for each in type(value).__mro__)
+            if isinstance(value, (str, bytes, Mapping)):
+                raise _RefusedError
+            items = tuple(value if inner in _ELSEWHERE else (_plain(inner, item) for item in value))
+            return value if type(value) in {list, tuple, set, frozenset} and _is_same(items, value) else items
+        case _ if any(each.__name__ == name.rpartition(".")[2] for each in type(value).__mro__):
+            return value
+    raise _RefusedError
+
+
+def _is_same(items: Iterable[object], others: Iterable[object]) -> bool:
+    return all(item is other for item, other in zip(items, others, strict=True))
 
 
 @cache

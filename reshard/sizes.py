@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 
 from reshard.errors import UsageError
 
@@ -40,8 +41,8 @@ def size_of(size: int | str | None, name: str) -> int | None:
     >>> size_of("1GB", "memory"), size_of(10, "memory"), size_of(None, "memory")
     (1000000000, 10, None)
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
+    if isinstance(size, Integral) and not isinstance(size, bool) and size >= 0:
+        return int(size)
     if size is not None and not isinstance(size, str):
         raise UsageError(f"{name}: {size!r:.60} is not a size, such as 4GB or 512MiB", code="bad-size")
     if size is None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+_MOST_BINS = 1 << 16  # each is drawn, and each thread counts in bins of its own
+
 
 class Histogram(NamedTuple):
     """The numbers of finite elements of a tensor in bins of equal width.
@@ -39,8 +41,8 @@ class Histogram(NamedTuple):
 
 def histogram(checkpoint: Checkpoint, name: str, bins: int) -> Histogram:
     """Read a tensor twice, and return its histogram; see `reshard.Checkpoint.hist`."""
-    if not isinstance(bins, int) or bins < 1:
-        raise UsageError(f"bins is {bins!r:.60}; expected a whole number from 1 on", code="bad-value")
+    if not 1 <= bins <= _MOST_BINS:
+        raise UsageError(f"bins is {bins!r:.60}; expected 1 to {_MOST_BINS}", code="bad-value")
     checkpoint.require(name)
     result = stats(checkpoint.sel(name))
     if name in result.not_computed:

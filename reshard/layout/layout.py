@@ -18,9 +18,11 @@ a few dozen distinct pairs of layout and shape.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import comb, lcm, prod
+from operator import index
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
@@ -31,7 +33,7 @@ from reshard.spelling import did_you_mean
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from reshard.layout.block import Shape
     from reshard.layout.grid import Axes, Grid
@@ -126,12 +128,12 @@ class Layout:
         """
         try:
             axes = tuple(
-                tuple(value for value in ((entry,) if isinstance(entry, int) else tuple(entry)) if value != -1)
+                tuple(index(value) for value in (entry if isinstance(entry, Iterable) else (entry,)) if value != -1)
                 for entry in tensor_map
             )
             layout = cls(
-                tuple(dev_matrix), axes, opt_weight_shard_size, opt_weight_shard_step or 0, tuple(param_split_shape),
-                tuple(indices_offset), field,
+                tuple(map(index, dev_matrix)), axes, index(opt_weight_shard_size), index(opt_weight_shard_step or 0),
+                tuple(map(index, param_split_shape)), tuple(map(index, indices_offset)), index(field),
             )  # fmt: skip
         except TypeError:  # checked only now, since there are layouts by the thousand
             raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from enum import Enum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,10 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("target", lambda on: ANY.plan(on.source, target=5)),
     ("format", lambda on: ANY.plan(on.source, format=5)),
     ("files", lambda on: ANY.plan(on.source, files="hf")),
+    ("files", lambda on: ANY.plan(on.source, files=reshard.HuggingFaceSet)),
+    ("include", lambda on: ANY.plan(on.source, include=np.array("w"))),
+    ("name", lambda on: on.source.array(5)),
+    ("bins", lambda on: on.source.hist("w", True)),
     ("ranks", lambda on: ANY.plan(on.source, ranks=5)),
     ("ranks", lambda on: ANY.plan(on.source, ranks="01")),
     ("selection", lambda on: ANY.plan(on.source, selection={"include": ["w"]})),
@@ -189,3 +194,47 @@ def test_subclasses_and_numbers_of_numpy_are_accepted(source: Checkpoint, tmp_pa
     report = reshard.plan(source, ranks=None, threads=np.int64(1)).run(tmp_path / "out", fsync=np.bool_(False))  # type: ignore[arg-type]
     assert report.bytes_written
     assert "w" in source.sel(*np.array(["w"]))
+    other: Any = 5
+    assert source.get(other) is None
+
+
+NAMES: dict[str, Callable[[], Any]] = {
+    "array": lambda: np.array(["w"]),
+    "pandas": lambda: pytest.importorskip("pandas").Index(["w"]),
+    "generator": lambda: (name for name in ["w"]),
+    "keys": {"w": 1}.keys,
+    "enum": lambda: [Words.W],
+}
+
+
+class Words(str, Enum):  # noqa: UP042 -- a StrEnum's `str` is its text
+    """Texts whose `str` is another."""
+
+    W = "w"
+    HF = "hf"
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_collections_of_other_libraries_are_those_of_python(tmp_path: Path, kind: str) -> None:
+    write_file(tmp_path / "a.safetensors", {"w": np.ones(4, "float32"), "v": np.ones(4, "float32")})
+    reshard.convert(tmp_path / "a.safetensors", tmp_path / "out", to="hf", include=NAMES[kind]())
+    assert list(reshard.open(tmp_path / "out")) == ["w"]
+
+
+def test_numbers_of_numpy_reach_files_as_those_of_python(source: Checkpoint, tmp_path: Path) -> None:
+    step: Any = np.int64(3)
+    reshard.convert(source.root, tmp_path / "dcp", to="dcp", step=step, memory=np.int64(10**9))  # type: ignore[arg-type]
+    assert reshard.read_object(reshard.open(tmp_path / "dcp"), "metadata.json")["sharded_backend"] == "torch_dist"
+    layout = reshard.Layout.of(np.array([2]), np.array([0, -1]))
+    assert layout == reshard.Layout.of([2], [0, -1])
+    strategy = reshard.Strategy.of({"w": layout})
+    reshard.write({"w": np.ones((4, 4))}, tmp_path / "ranks", strategy=strategy, ranks=np.array([1]))
+    reshard.plan(source, strategy, ranks=[np.int64(0)], format="ckpt").save(tmp_path / "plan.json")
+    scaled = source.scale("w", factor=np.float32(2))
+    reshard.plan(scaled, format="safetensors").run(tmp_path / "scaled")
+    assert [path.name for path in (tmp_path / "ranks").iterdir() if path.name.startswith("rank")] == ["rank_1"]
+
+
+def test_texts_of_an_enum_are_texts(source: Checkpoint, tmp_path: Path) -> None:
+    reshard.convert(source.root, tmp_path / "out", to=Words.HF, name_map={Words.W: Words.HF})
+    assert list(reshard.open(tmp_path / "out")) == ["hf"]

@@ -74,7 +74,7 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
     source = reshard.open(tmp_path / "hf")
     with refused(MissingNameError, "no-such-tensor", "'v'"):
         source.hist("v")
-    for bins, code in ((0, "bad-value"), (-1, "bad-value"), (2.5, "bad-argument")):
+    for bins, code in ((0, "bad-value"), (-1, "bad-value"), (1 << 40, "bad-value"), (2.5, "bad-argument")):
         with refused(UsageError, code, bins):
             source.hist("w", bins)  # type: ignore[arg-type]
 

@@ -114,12 +114,12 @@ class OpenedArrays(Arrays):
 
         Args:
             name: the tensor.
-            bins: the number of bins, of equal width.
+            bins: the number of bins, of equal width; at most 65,536.
 
         Raises:
             reshard.MissingNameError: there is no such tensor.
             reshard.SourceError: it cannot be read.
-            reshard.UsageError: `bins` is not a number from 1 on.
+            reshard.UsageError: `bins` is below 1, or too large.
         """
         from reshard.view.notebook.hist import histogram_picture  # it brings numpy
 
