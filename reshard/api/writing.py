@@ -17,7 +17,7 @@ from reshard.api.jobs import job, with_format
 from reshard.arguments import checked
 from reshard.core.plan.inputs import Selection
 from reshard.dtypes import BY_NAME, INT4, STR
-from reshard.errors import Faults, UsageError
+from reshard.errors import Faults, SourceError, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
 from reshard.formats.provenance import ARRAYS
@@ -108,7 +108,7 @@ def open_group(group: zarr.Group, options: Mapping[str, Any]) -> Checkpoint:
         options: as for `readers.open.open`.
 
     Raises:
-        SourceError: as opening the path does.
+        SourceError: as opening the path does; notes of this program are damaged.
         UsageError: it has no array that a checkpoint may have; it is not local, and there are options.
     """
     from zarr import Array
@@ -124,7 +124,15 @@ def open_group(group: zarr.Group, options: Mapping[str, Any]) -> Checkpoint:
     for name, array in group.members(max_depth=None):
         if isinstance(array, Array) and not (is_own and name == CARRIED):
             notes: Any = array.attrs.get(ATTRIBUTES, {})
+            if not isinstance(notes, dict):
+                raise SourceError(
+                    f"array {name!r} of {group} has notes of reshard that are no object", code="bad-metadata"
+                )
             real_name = notes.get("name", name)
+            if not isinstance(real_name, str) or real_name in expressions or real_name in unreadable:
+                raise SourceError(
+                    f"{group} has a second tensor {real_name!r}, or its name is not text", code="bad-name"
+                )
             try:
                 expressions[real_name] = _from_array(real_name, _as_noted(da.from_zarr(array), notes.get("dtype")))
             except UsageError as error:
@@ -136,17 +144,22 @@ def open_group(group: zarr.Group, options: Mapping[str, Any]) -> Checkpoint:
     )
 
 
-def _as_noted(array: da.Array, name: str | None) -> da.Array:
+def _as_noted(array: da.Array, name: object) -> da.Array:
     """Return an array as the dtype that reshard noted: zarr stores the bits of bfloat16, which it lacks, as integers.
 
     Raises:
         UsageError: numpy lacks the dtype, too.
+        SourceError: there is no such dtype, or it has another width.
     """
     if name is None or name == array.dtype.name:
         return array
+    name = str(name)
     if name in _OTHER:
         raise UsageError(f"is {name}", code="bad-array", hint="open the store by its path or URL")
-    return array.view(BY_NAME[name].numpy())
+    dtype = BY_NAME.get(name)
+    if dtype is None or dtype.itemsize != array.dtype.itemsize:
+        raise SourceError(f"an array of {array.dtype} has the noted dtype {name!r}", code="wrong-dtype")
+    return array.view(dtype.numpy())
 
 
 def _from_array(name: Any, value: Any) -> FromArray:

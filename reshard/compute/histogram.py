@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from reshard.compute.boxes import FileBoxes
-from reshard.compute.moments import CHUNK, Meter
+from reshard.compute.moments import CHUNK, Meter, ends_of_bins
 from reshard.compute.stats import ValueStats, stats
 from reshard.core.verify.sums import thread_count
 from reshard.errors import SourceError, UsageError
@@ -48,7 +49,11 @@ def histogram(checkpoint: Checkpoint, name: str, bins: int) -> Histogram:
     if name in result.not_computed:
         raise SourceError(f"tensor {name!r} {result.not_computed[name]}", code="unreadable-tensor")
     values = result.tensors[name]
-    ends = (float(values.min), float(values.max)) if values.min is not None and values.max is not None else (0.0, 1.0)
+    ends = (0.0, 1.0)
+    if values.min is not None and values.max is not None:
+        ends = ends_of_bins(float(values.min), float(values.max), bins)
+        if not isfinite(ends[1] - ends[0]):
+            raise SourceError(f"tensor {name!r} has values that are too far apart for a histogram", code="out-of-range")
     counts, edges = np.histogram(np.empty(0), bins, ends)
     boxes = FileBoxes.of(checkpoint, [name])
 

@@ -6,7 +6,8 @@ a NaN or an infinity are slower, as their finite elements are selected first.
 
 from __future__ import annotations
 
-from math import inf, sqrt
+import sys
+from math import inf, sqrt, ulp
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 CHUNK = 1 << 17
 """The elements of a chunk: a megabyte of float64."""
+
+_TINY = 1e-290
+"""Numbers of bins in ranges of smaller numbers overflow in numpy."""
 
 _ROW = 1 << 13  # the elements of a dot product; OpenBLAS divides longer ones among threads, which changes the sum
 
@@ -93,6 +97,18 @@ class Moments(NamedTuple):
         )
 
 
+def ends_of_bins(low: float, high: float, bins: int) -> tuple[float, float]:
+    """Return a range that numpy can divide into bins: float64 has no numbers between neighbors.
+
+    >>> ends_of_bins(0.0, 3.0, 4), ends_of_bins(1e30, 1e30, 1)
+    ((0.0, 3.0), (9.999999999999999e+29, 1.0000000000000002e+30))
+    """
+    if low == high:
+        low, high = low - 0.5, high + 0.5  # as numpy does
+    least, most = bins * ulp(max(abs(low), abs(high), _TINY)), sys.float_info.max
+    return (low, high) if high - low >= least else (max(low - least, -most), min(high + least, most))
+
+
 def dot(a: Array, b: Array) -> float:
     """Return the dot product of two flat float64 arrays; the result does not depend on the library's threads."""
     rows = len(a) // _ROW
@@ -132,6 +148,11 @@ def _table_of(dtype: DType) -> Array:
     """Return the value of each code of a dtype of one byte, as float64."""
     codes = np.arange(256, dtype=np.uint8)
     return (codes != 0 if dtype.name == "bool" else codes.view(dtype.numpy())).astype(np.float64)
+
+
+def _magnitudes(values: Array) -> Array:
+    """Return magnitudes as float64: those of finite complex64 may be infinite in float32."""
+    return np.abs(values.astype(np.complex128))
 
 
 class Meter:
@@ -185,7 +206,7 @@ class Meter:
     def values(self, codes: Array) -> Array:
         """Return elements as float64."""
         values = codes.view(self._dtype)
-        wide: Array = (np.abs(values) if self._dtype.kind == "c" else values).astype(np.float64)
+        wide: Array = _magnitudes(values) if self._dtype.kind == "c" else values.astype(np.float64)
         return wide
 
     def _of_counts(self, counts: Array) -> Moments:
@@ -213,7 +234,7 @@ class Meter:
             return self._of_half(codes, self._infinity)
         values = codes.view(self._dtype)
         if self._dtype.kind == "c":
-            values = np.abs(values)
+            values = _magnitudes(values)
         least, most = values.min(), values.max()
         wide = self._wide[: len(values)]
         np.copyto(wide, values, casting="unsafe")

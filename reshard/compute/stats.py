@@ -17,7 +17,7 @@ import numpy as np
 
 from reshard import environment
 from reshard.compute.boxes import BOX_BYTES, FileBoxes, incomplete, stored_tensor
-from reshard.compute.moments import THREAD_BYTES, Meter, Moments
+from reshard.compute.moments import THREAD_BYTES, Meter, Moments, ends_of_bins
 from reshard.core.plan.budget import values_budget
 from reshard.core.plan.select import kinds
 from reshard.core.verify.sums import progress_callback, thread_count
@@ -152,12 +152,11 @@ class ValueStats:
         significant bits, and a tensor of more than 65,536 elements is sampled. `Checkpoint.hist` counts all of any.
         """
         if self.values is not None and len(self.values):
-            return np.histogram(self.values, bins)
+            return np.histogram(self.values, bins, ends_of_bins(float(self.values[0]), float(self.values[-1]), bins))
         least, most = float(self.moments.least), float(self.moments.most)
         if not self.moments.finite:
             return np.zeros(bins), np.linspace(0, 1, bins + 1)
-        margin = 0.5 if least == most else 0.0
-        edges = np.linspace(least - margin, most + margin, bins + 1)
+        edges = np.linspace(*ends_of_bins(least, most, bins), bins + 1)
         codes = np.array([*self.sample], np.uint32)
         counts = np.array([*self.sample.values()], np.float64)
         # A code stands for an interval, which is shared among the bins that it overlaps.
@@ -166,7 +165,7 @@ class ValueStats:
         ends = ends[:, is_finite := np.isfinite(ends).all(axis=0)]
         ends.sort(axis=0)
         low, high = ends.clip(least, most)
-        low = np.minimum(low, np.nextafter(most + margin, -np.inf))
+        low = np.minimum(low, np.nextafter(edges[-1], -np.inf))
         high = np.maximum(high, np.nextafter(low, np.inf))
         overlap = (np.minimum(high[:, None], edges[1:]) - np.maximum(low[:, None], edges[:-1])).clip(0)
         return counts[is_finite] @ (overlap / overlap.sum(axis=1, keepdims=True)), edges
@@ -463,5 +462,6 @@ def _not_finite(checkpoint: Checkpoint, tensor: Tensor, at: int, file: int) -> N
     with np.errstate(all="ignore"):  # signalling NaNs
         value = complex(stored[index].astype(np.complex128))
     parts = [part for part in (value.real, value.imag) if not np.isfinite(part)]
-    text = "nan" if any(np.isnan(part) for part in parts) else f"{parts[0]}"
+    # Parts that are finite may have an infinite magnitude.
+    text = "nan" if any(np.isnan(part) for part in parts) else f"{parts[0] if parts else np.inf}"
     return NotFinite(index, text, checkpoint.ranks[file], checkpoint.files[file].path)

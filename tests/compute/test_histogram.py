@@ -12,7 +12,7 @@ from refusals import refused
 
 import reshard
 from reshard.compute import moments
-from reshard.errors import MissingNameError, UsageError
+from reshard.errors import MissingNameError, SourceError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ def values(kind: str) -> Any:
 
 
 def finite(full: Any) -> Any:
-    wide = np.abs(full) if full.dtype.kind == "c" else full.astype(np.float64)
+    wide = np.abs(full.astype(complex)) if full.dtype.kind == "c" else full.astype(np.float64)
     return wide[np.isfinite(wide)].astype(np.float64)
 
 
@@ -58,6 +58,33 @@ def test_without_a_finite_value_there_are_bins_of_nothing(tmp_path: Path) -> Non
     for name in ("w", "none"):
         assert source.hist(name, 3).counts.tolist() == [0, 0, 0]
         assert source.hist(name).svg().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    "full",
+    [
+        np.full(9, 1e30), np.full(3, np.finfo("float64").max), np.array([1, np.nextafter(1, 2)]),
+        np.full(2000, 1e30, "float32"), np.array([5e-324, 0, 1e-323]), np.array([2**53, 2**53 + 1]),
+    ],
+    ids=["large", "largest", "close", "many", "subnormal", "integers"],
+)  # fmt: skip
+def test_a_range_without_numbers_for_all_bins_is_widened(tmp_path: Path, full: Any) -> None:
+    reshard.write({"w": full}, tmp_path / "hf")
+    picture = reshard.open(tmp_path / "hf").hist("w")
+    assert picture.counts.sum() == full.size
+    assert (np.diff(picture.edges) > 0).all()
+    assert picture.edges[0] <= full.min()
+    assert full.max() <= picture.edges[-1]
+    stats = reshard.open(tmp_path / "hf").stats()
+    assert stats["w"].histogram()[0].sum() == pytest.approx(full.size)
+    assert stats._repr_html_()
+
+
+def test_values_too_far_apart_are_refused(tmp_path: Path) -> None:
+    most = np.finfo("float64").max
+    reshard.write({"w": np.array([-most, most])}, tmp_path / "hf")
+    with refused(SourceError, "out-of-range", "'w'"):
+        reshard.open(tmp_path / "hf").hist("w")
 
 
 def test_a_terminal_shows_bars(tmp_path: Path) -> None:

@@ -313,3 +313,10 @@ def test_too_little_memory_is_refused(tmp_path: Path) -> None:
         reshard.open(path).stats(memory="20MB")
     assert call("stats", path, "--memory", "20MB").exit_code == 5
     assert call("stats", path, "--memory", "200MB", "--quiet").stdout == ""
+
+
+def test_complex_numbers_whose_magnitude_is_too_large(tmp_path: Path) -> None:
+    narrow = np.array([3e38 + 3e38j, 1j], np.complex64)
+    reshard.write({"w": narrow}, tmp_path / "hf")
+    values = reshard.open(tmp_path / "hf").stats()["w"]
+    assert (values.infs, values.max) == (0, pytest.approx(float(np.abs(narrow[0].astype(np.complex128)))))

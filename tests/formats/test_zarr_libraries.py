@@ -16,7 +16,7 @@ from zarr_stores import assert_same
 
 import reshard
 from reshard import ZarrGroup
-from reshard.errors import UsageError
+from reshard.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,3 +163,21 @@ def test_a_store_of_zarr_is_written_to(tmp_path: Path) -> None:
     assert all(np.array_equal(opened[name][...], FULL[name]) for name in FULL.keys() - STORED.keys())
     with refused(UsageError, "wrong-type"):
         source.to_zarr(memory_store())
+
+
+@pytest.mark.parametrize(
+    ("notes", "code"),
+    [
+        (5, "bad-metadata"), (None, "bad-metadata"), ({"dtype": "nope"}, "wrong-dtype"), ({"dtype": 5}, "wrong-dtype"),
+        ({"dtype": ["a"]}, "wrong-dtype"), ({"dtype": "float64"}, "wrong-dtype"), ({"name": 5}, "bad-name"),
+        ({"name": ["a"]}, "bad-name"), ({"name": "v"}, "bad-name"),
+    ],
+)  # fmt: skip
+def test_damaged_notes_in_memory_are_refused(notes: Any, code: str) -> None:
+    """A second tensor of the same name replaced the first."""
+    group = zarr.open_group(zarr.storage.MemoryStore(), mode="w")
+    for name in ("v", "w"):
+        group.create_array(name, shape=(2,), dtype="uint16")
+    group["w"].attrs["reshard"] = notes
+    with refused(SourceError, code):
+        reshard.open(group)
