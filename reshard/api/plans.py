@@ -240,7 +240,7 @@ class Plan:
                 f"this plan does not write rank {rank}", code="no-such-rank",
                 facts=[f"it writes ranks {ranges_text(record.ranks)}"],
             )  # fmt: skip
-        return RankArrays(record.source, record.blocks(rank), record.texts)
+        return RankArrays(record.source, rank, record.blocks(rank), record.texts)
 
     @checked
     def picture(self, name: str | None = None) -> Picture:

@@ -440,7 +440,7 @@ def _parameters(planned: Plan, rank: int, threads: int) -> dict[str, Any]:
     """Read a rank's Parameters and text entries into memory."""
     parameters: dict[str, Any] = dict(planned.texts)
     blocks = planned.blocks(rank)
-    arrays = RankArrays(planned.source, blocks, planned.texts)
+    arrays = RankArrays(planned.source, rank, blocks, planned.texts)
     for name, block in blocks.items():
         array = np.asarray(arrays[name].compute(num_workers=threads), order="C")
         parameters[name] = Parameter.over(Tensor.of_kind(array, block.dtype), name)

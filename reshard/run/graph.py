@@ -36,7 +36,7 @@ from reshard.run.clusters.carried import carries_arrays
 from reshard.run.layers import PlanNode, kinds_of, staged
 from reshard.run.locks import locks_at
 from reshard.run.preflight import Policy, check_target, fates, planned_files, refuse, seen_files
-from reshard.run.settings import Report, TaskOptions, peak_memory, report_of, uncounted_memory
+from reshard.run.settings import Report, TaskOptions, peak_memory, process_name, report_of, uncounted_memory
 from reshard.run.tasks import (
     close_files,
     commit_files,
@@ -304,9 +304,10 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         def compute(self, **options: Any) -> Report:
             """Write the target files."""
 
-    def __dask_postcompute__(self) -> tuple[Callable[..., Report], tuple[Report, float, int]]:
+    def __dask_postcompute__(self) -> tuple[Callable[..., Report], tuple[Report, float, int, str]]:
         """Return the function and arguments that turn results into a report."""
-        return _reported, (report_of(self.plan, self.directory, (), 0.0, 0), time.time(), uncounted_memory(self.plan))
+        empty = report_of(self.plan, self.directory, (), 0.0, 0)
+        return _reported, (empty, time.time(), uncounted_memory(self.plan), process_name())
 
     def __dask_postpersist__(self) -> tuple[Callable[..., Graph], tuple[()]]:
         """Return the function that turns persisted results into a graph."""
@@ -382,15 +383,20 @@ def _batches(numbers: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
-def _reported(results: Sequence[Sequence[Receipt]], empty: Report, began: float, uncounted: int) -> Report:
-    """Add the receipts of a computed graph to an empty report."""
+def _reported(
+    results: Sequence[Sequence[Receipt]], empty: Report, began: float, uncounted: int, process: str
+) -> Report:
+    """Add the receipts of a computed graph to an empty report.
+
+    A cluster calls this on a worker; the memory of the process where the graph was made is not measured then.
+    """
     receipts = tuple(results[0])
     return empty._replace(
         bytes_read=sum(receipt.bytes_read for receipt in receipts),
         bytes_written=sum(receipt.bytes_written for receipt in receipts),
         seconds=time.time() - began,
         receipts=receipts,
-        peak_memory=peak_memory(uncounted),
+        peak_memory=peak_memory(uncounted) if process == process_name() else 0,
         ran_on=_workers_text({receipt.worker for receipt in receipts if receipt.worker}),
     )
 

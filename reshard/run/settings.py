@@ -155,7 +155,7 @@ def timed(task: Callable[P, Receipt]) -> Callable[P, Receipt]:
         began, clock = time.time(), time.perf_counter()
         receipt = task(*args, **kwargs)
         seconds = time.perf_counter() - clock
-        worker = sys.intern(f"{_HOST}:{os.getpid()} {threading.current_thread().name}")
+        worker = sys.intern(f"{process_name()} {threading.current_thread().name}")
         return receipt._replace(seconds=seconds, began=began, worker=worker)
 
     return run
@@ -179,7 +179,8 @@ class Report(NamedTuple):
         dropped: names in the source that the target does not have.
         missing: names in the target that the source does not have.
         peak_memory: peak resident memory of this process in bytes, to be compared with `predicted_memory`: without what
-            else it held when the run began, such as other objects of a notebook. Excludes workers of a cluster.
+            else it held when the run began, such as other objects of a notebook. Excludes workers of a cluster; 0 if
+            a cluster computed the report, as it does for `Plan.graph`.
         resumed: bytes of contents that an earlier run had written; not included in `bytes_written`.
         finished: number of files that an earlier run had finished; they were not read again, and have the size and time
             in its records.
@@ -287,6 +288,11 @@ def report_of(plan: Plan, root: str, receipts: Sequence[Receipt], seconds: float
         peak,
         predicted_memory=plan.stats.peak_memory,
     )
+
+
+def process_name() -> str:
+    """Return the name of this process in receipts, `HOST:PID`."""
+    return f"{_HOST}:{os.getpid()}"
 
 
 def ledger_bytes(plan: Plan) -> int:

@@ -233,6 +233,8 @@ def report_html(report: Report) -> str:
         target += f", {count_text(report.links, 'link')}"
     if report.resumed:
         target += f", {bytes_text(report.resumed)} before"
+    predicted = f"at the peak; {bytes_text(report.predicted_memory)} predicted"
+    measured = bytes_text(report.peak_memory) if report.peak_memory else "not measured"
     return page(
         heading("Report", report.directory),
         tiles(
@@ -240,7 +242,7 @@ def report_html(report: Report) -> str:
             ("read", bytes_text(report.bytes_read), count_text(report.source_files, "file")),
             ("written", bytes_text(report.target_bytes if whole else report.bytes_written), target),
             ("time", f"{report.seconds:.2f} s", f"{bytes_text(rate)}/s"),
-            ("memory", bytes_text(report.peak_memory), f"at the peak; {bytes_text(report.predicted_memory)} predicted"),
+            ("memory", measured, predicted),
         ),
         note(f"ran on {report.ran_on}"),
         section("Files", ("file",), report.files, lambda path: (path,), "file"),

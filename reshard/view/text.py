@@ -36,7 +36,7 @@ _WIDEST = 256  # longer cells do not widen their column
 
 NUMBERS = frozenset({
     "Inf", "NaN", "blocks", "bytes", "count", "differing", "in files", "max", "max |A-B|", "mean", "mean |A-B|", "min",
-    "norm", "parameters", "rank", "read", "relative", "std", "tensors", "time of all", "written", "zeros",
+    "norm", "parameters", "rank", "read", "relative", "size", "std", "tensors", "time of all", "written", "zeros",
 })  # fmt: skip
 """The titles of columns of numbers, which tables in text and HTML align to the right."""
 

@@ -385,12 +385,14 @@ def test_a_text_entry_is_a_0d_array(tmp_path: Path) -> None:
 def test_rank_arrays_are_the_blocks_of_a_rank(tmp_path: Path, reads: list[int]) -> None:
     values = numbered((6, 4), "bfloat16")
     checkpoint = stored(tmp_path, values, grid((6, 4), [[3], []]), "bfloat16")
-    rank = RankArrays(checkpoint, {"new.w": RankBlock("w", Block((2, 1), (5, 3)), checkpoint.tensors["w"].spec.dtype)})
+    block = RankBlock("w", Block((2, 1), (5, 3)), checkpoint.tensors["w"].spec.dtype)
+    rank = RankArrays(checkpoint, 7, {"new.w": block})
     assert list(rank) == ["new.w"]
     assert "w" not in rank
     with pytest.raises(KeyError):
         rank["w"]
-    assert repr(rank) == f"<RankArrays of {tmp_path}: 1 tensor>"
+    for shown in (repr(rank), str(rank), rank._repr_html_()):
+        assert f"target rank 7 of {tmp_path}" in shown
     assert np.array_equal(rank["new.w"].compute(), values[2:5, 1:3])
     assert sum(reads) == 4 + (8 + 4)  # a row of one shard; two rows of the other, and the gap between them
 

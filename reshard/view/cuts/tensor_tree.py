@@ -164,7 +164,7 @@ def _leaf(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], depth: i
         tag("span", tensor.spec.dtype.name),
         tag("span", shape, title=shape),
         tag("span", bytes_text(tensor.spec.nbytes * count), class_="size"),
-        tag("span", drawn, cut, title=rule),
+        tag("span", drawn, tag("span", cut), class_="layout", title=rule),
         class_="row leaf", style=f"--depth:{depth}",
     )  # fmt: skip
     picture, width, height = _picture(checkpoint, tensor, thumbnails)

@@ -41,7 +41,9 @@ class _Table(Arrays):
     """A mapping of names to lazy arrays that shows itself as a table."""
 
     __slots__ = ()
+    _SIDE = ""
     checkpoint: Checkpoint
+    rank: int
 
     __eq__ = object.__eq__  # Mapping's would compute arrays
     __hash__ = object.__hash__
@@ -51,7 +53,7 @@ class _Table(Arrays):
         raise NotImplementedError
 
     def _title(self) -> str:
-        return f"{type(self).__name__} of {names([self.checkpoint.title])}"
+        return f"{self._SIDE}rank {self.rank} of {names([self.checkpoint.title])}"
 
     def _missing(self, name: object) -> MissingNameError:
         return missing_name(name, self, f"{self._title()} has no tensor")
@@ -68,10 +70,7 @@ class _Table(Arrays):
 
     def _repr_html_(self) -> str:
         table = section("Tensors", _TITLES, self._rows(), tuple, "tensor", opened=True)
-        return str(page(heading("Blocks", self._heading()), table, text=str(self)))
-
-    def _heading(self) -> str:
-        return f"of one rank of {self.checkpoint.title}"
+        return str(page(heading("Blocks", f"of {self._title()}"), table, text=str(self)))
 
 
 def _row(name: str, dtype: DType, shape: Shape, block: str) -> tuple[str, str, str, str, str]:
@@ -92,11 +91,15 @@ class RankArrays(_Table):
 
     Attributes:
         checkpoint: the source.
+        rank: the target rank.
         blocks: for each target name, the source tensor and its block.
         texts: the `str` entries.
     """
 
+    _SIDE = "target "
+
     checkpoint: Checkpoint
+    rank: int
     blocks: Mapping[str, RankBlock]
     texts: Mapping[str, str] = field(default_factory=dict)
 
@@ -172,12 +175,6 @@ class StoredArrays(_Table):
 
     def __contains__(self, name: object) -> bool:
         return name in self.blocks
-
-    def _title(self) -> str:
-        return f"rank {self.rank} of {names([self.checkpoint.title])}"
-
-    def _heading(self) -> str:
-        return f"of rank {self.rank} of {self.checkpoint.title}"
 
     def _rows(self) -> list[tuple[str, str, str, str, str]]:
         return [self._row(self.checkpoint.tensors[name], located) for name, located in self.blocks.items()]
