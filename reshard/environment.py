@@ -18,7 +18,7 @@ MEMORY, THREADS, STALL_SECONDS = "RESHARD_MEMORY", "RESHARD_THREADS", "RESHARD_S
 VARIABLES = {
     MEMORY: "Most memory to use, such as 8GB; where it has no use, it is not regarded.",
     THREADS: "Number of threads.",
-    "RESHARD_CLUSTER": "Address of a dask scheduler, `local` or `local:4`.",
+    "RESHARD_CLUSTER": "Address or file of a dask scheduler, or a word such as `local:4` or `threads`.",
     "RESHARD_FSYNC": "Whether each file is synced to disk before it gets its name: 1, 0, true or false.",
     "RESHARD_DROP_CACHE": "Whether what is read and written is kept out of the page cache: 1, 0, true or false.",
     "RESHARD_DEBUG": "Whether an error shows its traceback: 1, 0, true or false.",

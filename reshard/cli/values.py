@@ -150,7 +150,7 @@ def cluster_address(_ctx: click.Context, param: click.Parameter, value: str | No
     """Check the address or the file of a cluster, or the word for a scheduler of dask."""
     if value is not None and not (is_word(value) or is_address(value) or Path(value).is_file()):
         raise click.BadParameter(
-            f"{value!r} is not a cluster, such as tcp://10.0.0.1:8786, a scheduler file, local or local:4", param=param
+            f"{value!r} is not a cluster, such as tcp://10.0.0.1:8786, dask.json, local:4 or threads", param=param
         )
     return value
 

@@ -127,6 +127,7 @@ def test_a_cluster_by_what_names_it(made: reshard.Plan, tmp_path: Path, running:
         ("Single-Threaded", "the calling thread"),
         (dask.threaded.get, "dask.threaded"),
         (dask.get, "dask.local"),
+        (ThreadPoolExecutor(2), "ThreadPoolExecutor"),
     ],
 )
 @pytest.mark.parametrize("argument", ["client", "scheduler", "configuration"])

@@ -30,11 +30,13 @@ class Where(NamedTuple):
     Attributes:
         client: a `distributed.Client`.
         get: a scheduler of dask, called with tasks and keys; it may use other processes.
+        executor: the name of the class of an executor that `get` submits tasks to; else empty.
         is_synchronous: in the calling thread.
     """
 
     client: Any = None
     get: Callable[..., Any] | None = None
+    executor: str = ""
     is_synchronous: bool = False
 
     @property
@@ -49,7 +51,7 @@ class Where(NamedTuple):
             of_workers = f"{counted(len(workers), 'worker')}, {counted(sum(workers.values()), 'thread')}"
             return f"cluster {self.client.scheduler.address} ({of_workers})"
         if self.get is not None:
-            return getattr(self.get, "__module__", type(self.get).__name__)
+            return self.executor or getattr(self.get, "__module__", type(self.get).__name__)
         return counted(threads, "thread") if threads else "the calling thread"
 
 
@@ -87,7 +89,7 @@ def located(client: Any, threads: int | None = None) -> Iterator[Where]:
     elif isinstance(client, Executor):
         from dask.base import get_scheduler
 
-        yield Where(get=get_scheduler(scheduler=client))
+        yield Where(get=get_scheduler(scheduler=client), executor=type(client).__name__)
     elif callable(client):
         yield Where(get=client)
     else:
