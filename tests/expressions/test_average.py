@@ -152,7 +152,7 @@ def test_on_a_cluster(mindspore_data: Path, tmp_path: Path) -> None:
 
     case = mindspore_data / "averages" / "mindspore_dcp_hf"
     plan = reshard.plan(averaged(case), format="safetensors")
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         plan.run(tmp_path / "out", client=client, fsync=False)
         assert reshard.verify(tmp_path / "out", client=client).equal
     written = reshard.open(tmp_path / "out")

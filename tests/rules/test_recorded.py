@@ -177,7 +177,7 @@ def test_on_a_cluster(mindspore_data: Path, tmp_path: Path) -> None:
         reshard.open(case.checkpoint), tensor_parallel(case.hf), format="safetensors",
         selection=Selection(rules=case.rules),
     )  # fmt: skip
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         plan.run(tmp_path / "out", client=client, fsync=False)
     assert_rank_files(tmp_path / "out", case.hf, tensor_parallel(case.hf))
 

@@ -23,6 +23,7 @@ from reshard.layout.arrangement import Arrangement
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers
 from reshard.readers.openers import self_described
+from reshard.sizes import counted
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Opening
@@ -153,11 +154,7 @@ def plan(
     result = build(source, items, destination, limits, faults)
     source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
     objects = [name for name in source_objects if name not in destination.carried]
-    lost = [f"{names(objects, most=3)}: not tensors, and left out; a DCP or a zarr store has them"] if objects else []
     beside = [name for name in sidecar_names(source) if name not in destination.carried]
-    if beside:
-        count = f"{len(beside):,} file{'s' * (len(beside) != 1)}"
-        lost.append(f"{count} beside the tensors left out: {names(beside, most=3)}")
     return replace(
         result,
         dropped=(*selected.dropped, *objects),
@@ -168,12 +165,20 @@ def plan(
             *restacked,
             *destination.warnings(),
             *_method_left(source, result.files, destination.carried),
-            *lost,
+            *_left_behind(objects, beside),
             *result.warnings,
         ),
         request=request,
         alone=isinstance(files, NamedFile) and "{rank}" not in files.name,
     )
+
+
+def _left_behind(objects: Sequence[str], beside: Sequence[str]) -> Iterator[str]:
+    """Yield warnings of objects, and of files beside the tensors, that the target does not carry."""
+    if objects:
+        yield f"{names(objects, most=3)}: not tensors, and left out; a DCP or a zarr store has them"
+    if beside:
+        yield f"{counted(len(beside), 'file')} beside the tensors left out: {names(beside, most=3)}"
 
 
 def with_memory(made: Plan, memory: int, threads: int | None = None) -> Plan:

@@ -53,8 +53,10 @@ class HubClient(FileSystemClient):
             for cause in causes(error):  # the library wraps some errors in others, which say less
                 if isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError):
                     self._fs.invalidate_cache()  # it may be made next
-                    kind = NoRepositoryError if isinstance(cause, RepositoryNotFoundError) else NoRevisionError
-                    raise kind(one_line(cause)) from error
+                if isinstance(cause, RepositoryNotFoundError):
+                    raise NoRepositoryError(one_line(cause)) from error
+                if isinstance(cause, RevisionNotFoundError):
+                    raise NoRevisionError(one_line(cause)) from error
                 if isinstance(cause, EntryNotFoundError):
                     raise FileNotFoundError(one_line(cause)) from error
                 if isinstance(cause, HfHubHTTPError):
