@@ -23,7 +23,6 @@ from reshard.layout.arrangement import Arrangement
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers
 from reshard.readers.openers import self_described
-from reshard.sizes import counted
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Opening
@@ -154,7 +153,7 @@ def plan(
     result = build(source, items, destination, limits, faults)
     source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
     objects = [name for name in source_objects if name not in destination.carried]
-    beside = [name for name in sidecar_names(source) if name not in destination.carried]
+    lost = [f"{names(objects, most=3)}: not tensors, and left out; a DCP or a zarr store has them"] if objects else []
     return replace(
         result,
         dropped=(*selected.dropped, *objects),
@@ -165,20 +164,13 @@ def plan(
             *restacked,
             *destination.warnings(),
             *_method_left(source, result.files, destination.carried),
-            *_left_behind(objects, beside),
+            *_left_beside(source, result.files, destination.carried),
+            *lost,
             *result.warnings,
         ),
         request=request,
         alone=isinstance(files, NamedFile) and "{rank}" not in files.name,
     )
-
-
-def _left_behind(objects: Sequence[str], beside: Sequence[str]) -> Iterator[str]:
-    """Yield warnings of objects, and of files beside the tensors, that the target does not carry."""
-    if objects:
-        yield f"{names(objects, most=3)}: not tensors, and left out; a DCP or a zarr store has them"
-    if beside:
-        yield f"{counted(len(beside), 'file')} beside the tensors left out: {names(beside, most=3)}"
 
 
 def with_memory(made: Plan, memory: int, threads: int | None = None) -> Plan:
@@ -261,6 +253,14 @@ def _method_left(source: Checkpoint, files: Iterable[TargetFile], carried: Colle
         return
     if all(as_place(each.path).name != quantized.file for each in files):
         yield f"{quantized.file}, which says how the values are coded, is not in the target: keep it for its readers"
+
+
+def _left_beside(source: Checkpoint, files: Iterable[TargetFile], carried: Collection[str]) -> Iterator[str]:
+    """Yield a warning if files beside the tensors of a source are neither carried nor written anew."""
+    written = {as_place(each.path).name for each in files}
+    left = [name for name in sidecar_names(source) if name not in carried and name not in written]
+    if left:
+        yield f"{len(left):,} file{'s' * (len(left) != 1)} beside the tensors left out: {names(left, most=3)}"
 
 
 def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | None) -> str:
