@@ -39,6 +39,18 @@ def mindspore_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return helpers.unpack(tmp_path_factory.mktemp("mindspore"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Let no test wait until the disk has what it writes, which takes longer the busier it is.
+
+    Processes that tests start do wait, and tests of failures patch what is here.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _fd: None)
+        patch.setattr(os, "fdatasync", lambda _fd: None, raising=False)
+        yield
+
+
 if "COLUMNS" not in os.environ:
     os.unsetenv("COLUMNS")  # readline, which pytest imports, sets it for the commands that tests start
 

@@ -147,6 +147,9 @@ def prepare_orbax(folder: Path, data: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}))
 
 
+LONG = {"arrays", "average", "clusters-and-s3", "jupyter"}
+"""Pages of which a run takes several seconds: they start clusters, servers or kernels."""
+
 PREPARE: dict[str, Callable[[Path, Path], None]] = {
     "step-1000": prepare_dcp, "steps": prepare_steps, "run": prepare_run, "megatron": prepare_megatron,
     "megatron-legacy": prepare_megatron_legacy, "lora": prepare_lora, "quantized": prepare_quantized,
@@ -155,7 +158,9 @@ PREPARE: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("start", ["forked", slow(None)])
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(text_of(page))])
+@pytest.mark.parametrize(
+    "page", [slow(page) if Path(page).stem in LONG else page for page in PAGES if BLOCK.search(text_of(page))]
+)
 def test_every_block_prints_what_is_printed_there(
     page: str, demo: Path, tmp_path: Path, start: str | None, mindspore_data: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import helpers
 import numpy as np
-import pytest
 from checkpoints import write_file
 from refusals import refused
 from samples import one_in
@@ -32,11 +30,6 @@ if TYPE_CHECKING:
 Outputs = dict[str, dict[str, dict[str, Any]]]
 
 NEEDED_FOR = re.compile(r"target ranks? [0-7,-]+ \(\d+ tensors?: ")
-
-
-@pytest.fixture(autouse=True)
-def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _fd: None)
 
 
 @dataclass

@@ -115,7 +115,7 @@ def test_only_receipts_and_the_plan_travel(
     assert tree(tmp_path / "by_file") == expected
 
 
-@one_in(3)
+@one_in(6)
 def test_a_file_that_was_lost_is_made_anew_by_the_same_workers(
     made: reshard.Plan, expected: dict[str, bytes], wired: tuple[Wire, Any], tmp_path: Path, every: int
 ) -> None:
@@ -128,6 +128,7 @@ def test_a_file_that_was_lost_is_made_anew_by_the_same_workers(
         assert tree(out) == expected
 
 
+@pytest.mark.slow
 def test_a_cluster_is_refused_before_anything_is_replaced(made: reshard.Plan, tmp_path: Path) -> None:
     """The same path leads to another directory on the worker; an index at a URL goes before what it is of."""
     source = reshard.open(f"/proc/self/cwd/{os.path.relpath(made._record.source.root)}", strategy=BEFORE)
@@ -267,7 +268,8 @@ def lose_wakes(dask_scheduler: Any) -> None:
     dask_scheduler.stimulus_queue_slots_maybe_opened = lost
 
 
-@pytest.mark.parametrize("done", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("done", [1, 20])
 def test_a_scheduler_that_forgot_its_queue_is_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int) -> None:
     """At the beginning, and after it was woken many times while its worker was busy."""
     monkeypatch.setattr(waking, "WOKEN_AFTER", 0.02)
@@ -521,6 +523,7 @@ def looks_after_losses(dask_scheduler: Any) -> int:
     return sum(stimulus.startswith("handle-worker-cleanup") for stimulus in dask_scheduler.looks)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_computes_a_graph_looks_at_its_queue_when_it_loses_a_worker(
     made: reshard.Plan, tmp_path: Path
 ) -> None:
@@ -600,10 +603,7 @@ FILES = ("ca-file", "client.cert", "client.key")
 
 
 def test_an_encrypted_connection_needs_a_certificate(made: reshard.Plan, tmp_path: Path) -> None:
-    security = pytest.importorskip("distributed").Security
-    pytest.importorskip("cryptography")
     import dask
-    from distributed import LocalCluster
 
     reshard.write_strategy(BEFORE, tmp_path / "before.ckpt")
     strategy = tmp_path / "before.ckpt"
@@ -615,6 +615,17 @@ def test_an_encrypted_connection_needs_a_certificate(made: reshard.Plan, tmp_pat
     with dask.config.set(missing), refused(ReshardError, "no-certificate"):
         made.run(tmp_path / "out", client="tls://127.0.0.1:9")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_an_encrypted_connection_has_the_certificates_of_its_cluster_or_of_dask(
+    made: reshard.Plan, tmp_path: Path
+) -> None:
+    security = pytest.importorskip("distributed").Security
+    pytest.importorskip("cryptography")
+    import dask
+    from distributed import LocalCluster
+
     temporary = security.temporary()
     contents = (temporary.tls_ca_file, temporary.tls_client_cert, temporary.tls_client_key)
     for name, content in zip(FILES, contents, strict=True):
