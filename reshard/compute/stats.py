@@ -32,7 +32,7 @@ from reshard.strategy.names import group_members
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.compute.boxes import FileBox, TensorPart
     from reshard.layout.block import Shape
@@ -232,6 +232,12 @@ class CheckpointStats:
         if name not in self.tensors:
             raise missing_name(name, self.tensors, "there are no statistics of a tensor")
         return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self.tensors)

@@ -121,6 +121,15 @@ def test_dtypes_of_numpy_are_taken(whole: Path) -> None:
             source.astype(wrong)
 
 
+def test_statistics_are_looked_up_as_in_a_dict(whole: Path) -> None:
+    stats = reshard.open(whole).stats()
+    assert list(stats) == list(VALUES)
+    assert len(stats) == 2
+    assert "layers.0.w" in stats
+    assert "nothing" not in stats
+    assert {name: stats[name].nans for name in stats} == {"layers.0.w": 0, "layers.1.w": 8}
+
+
 def test_a_list_is_no_name(whole: Path) -> None:
     source = reshard.open(whole)
     for key in (["layers.0.w", "layers.1.w"], slice(2), np.arange(2)):
