@@ -9,6 +9,7 @@ thread keeps the last chunk. Workers of a cluster do so too; then the array itse
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 from bisect import bisect_left, bisect_right
 from contextlib import contextmanager
@@ -160,7 +161,8 @@ class FromArray:
                     )  # fmt: skip
                 _chunks.last = ((), None)  # only one is held
                 array = self.array.blocks[at] if at else self.array
-                _chunks.last = key, array.compute(scheduler="synchronous")
+                clients = {future.client for future in futures_of(array)}
+                _chunks.last = key, array.compute(scheduler=clients.pop() if clients else "synchronous")
             chunk = _chunks.last[1]
         if isinstance(chunk, np.ma.MaskedArray):
             raise SourceError(
@@ -185,6 +187,11 @@ class FromArray:
         if (_chunks.carries or self.is_carried) and self.array is not None:
             import cloudpickle  # dask brings it
 
+            if futures_of(self.array):  # a worker that waits for another could wait for itself
+                raise SourceError(
+                    f"assigned array {self.name!r} cannot be sent to another process", code="array-not-here",
+                    facts=["a cluster holds its chunks"], hint="write it first, or do not persist it",
+                )  # fmt: skip
             try:
                 pickled = cloudpickle.dumps(self.array)
             except Exception as error:
@@ -200,6 +207,12 @@ def _unpickled(
 ) -> FromArray:
     array = None if pickled is None else pickle.loads(pickled)  # noqa: S301 -- from `FromArray.__reduce__`
     return FromArray(name, array, key, edges, dtype, is_carried=array is not None)
+
+
+def futures_of(array: Any) -> list[Any]:
+    """Return the chunks of an array that a cluster holds, as after `persist()`."""
+    distributed = sys.modules.get("distributed")
+    return distributed.futures_of(array) if distributed else []
 
 
 @contextmanager

@@ -58,6 +58,11 @@ def execute(
     """
     if where.client is not None:
         return _on_cluster(tasks, key, run, on_event, where.client)
+    if distributed := sys.modules.get("distributed"):  # chunks of arrays that a cluster holds
+        from dask.task_spec import Task
+
+        held = {name: task for name, task in tasks.items() if isinstance(task, distributed.Future)}
+        tasks = tasks | {name: Task(name, future.result) for name, future in held.items()}
     if where.get is None:
         return _here(tasks, key, run, threads, on_event)
     try:

@@ -15,6 +15,7 @@ workers. At URLs a task names its files: if it is repeated, the new file replace
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from copy import copy
@@ -374,6 +375,11 @@ def _tasks_of(arrays: Sequence[FromArray], keys: Sequence[Key]) -> dict[Any, Any
     tasks: dict[Any, Any] = {}
     for array in dask.optimize(*(item.array for item in arrays)):
         tasks.update(array.__dask_graph__())
+    if "distributed" in sys.modules:
+        from reshard.expressions.assigned import futures_of  # rarely needed
+
+        for item in arrays:  # dask leaves out chunks that a cluster holds
+            tasks.update({future.key: future for future in futures_of(item.array)})
     culled, _ = cull(tasks, list(keys))
     return dict(culled)
 

@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import dask
+import dask.array as da
 import dask.threaded
+import numpy as np
 import pytest
 from checkpoints import numbers, tree, write_ranks
 from clusters import cluster
@@ -16,7 +18,7 @@ from refusals import failed, refused
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.errors import ReshardError, UsageError
+from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.run import executor
 
 if TYPE_CHECKING:
@@ -78,6 +80,24 @@ def test_the_current_client(made: reshard.Plan, tmp_path: Path, current: Any) ->
             assert address(client) in made.run(tmp_path / "e").ran_on
         assert address(current) in made.run(tmp_path / "f").ran_on
     assert all(tree(tmp_path / name) == tree(tmp_path / "a") for name in "bcdef")
+
+
+def test_arrays_whose_chunks_a_cluster_holds(tmp_path: Path, current: Any) -> None:
+    full = np.arange(64, dtype=np.float32).reshape(8, 8)
+    array = da.from_array(full, chunks=(3, 5)).persist(scheduler=current)
+    strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
+    for name, client in (("a", None), ("b", "threads"), ("c", "sync")):
+        reshard.write({"w": array, "v": array.T + 1}, tmp_path / name, client=client)
+        written = reshard.open(tmp_path / name)
+        assert np.array_equal(written["w"].compute(), full), name
+        assert np.array_equal(written["v"].compute(), full.T + 1), name
+    source = reshard.open(tmp_path / "a").sel("w").assign(w=array)
+    plan = reshard.plan(source, strategy, format="safetensors")
+    current.compute(plan.graph(tmp_path / "graph")).result()
+    assert np.array_equal(reshard.open(tmp_path / "graph", strategy=strategy)["w"].compute(), full)
+    assert source.stats(client="threads")["w"].max == 63
+    with refused(SourceError, "array-not-here", "'w'"):
+        source.stats()
 
 
 def run_in_a_task(plan: reshard.Plan, out: str, *, as_worker_client: bool) -> str:

@@ -105,7 +105,7 @@ def staged(tasks: Mapping[Any, Any], key: str, annotations: Mapping[str, Any] | 
     layers = {f"reshard-{stage}-{token}": of_stage for stage, of_stage in stages.items() if of_stage}
     dependencies = {}
     for name, of_stage in layers.items():
-        needed = set().union(*(task.dependencies for task in of_stage.values())) - of_stage.keys()
+        needed = set().union(*(getattr(task, "dependencies", ()) for task in of_stage.values())) - of_stage.keys()
         dependencies[name] = {f"reshard-{_stage(each)}-{token}" for each in needed}
     return HighLevelGraph({name: _Stage(of_stage, annotations) for name, of_stage in layers.items()}, dependencies)
 
