@@ -28,6 +28,9 @@ T = TypeVar("T")
 _ELSEWHERE = {"Checkpoint", "int | str | None"}
 """Annotations that other code checks: `api.checkpoints.record_of`, `sizes.size_of`."""
 
+_SECRET = {"cipher", "source_cipher", "storage_options", "target_cipher"}
+"""Arguments whose values no message shows."""
+
 _ALIASES = {
     "AnyName": "str | os.PathLike[str] | RemotePath",
     "AnyFiles": "TargetFiles | Checkpoint2 | ZarrGroup | DCP | LinkedDCP | DeepSpeedUniversal",
@@ -94,7 +97,8 @@ def _argument(name: str, annotation: str, value: object) -> Any:
         return _plain(annotation, value)
     except _RefusedError:
         expected = " or ".join(dict.fromkeys(_in_words(part) for part in _parts(annotation, "|") if part != "None"))
-        raise UsageError(f"{name} is {value!r:.60}; expected {expected}", code="bad-argument") from None
+        shown = f"of type {type(value).__name__}" if name in _SECRET else f"{value!r:.60}"
+        raise UsageError(f"{name} is {shown}; expected {expected}", code="bad-argument") from None
 
 
 def _plain(annotation: str, value: Any) -> Any:

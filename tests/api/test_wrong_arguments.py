@@ -238,3 +238,17 @@ def test_numbers_of_numpy_reach_files_as_those_of_python(source: Checkpoint, tmp
 def test_texts_of_an_enum_are_texts(source: Checkpoint, tmp_path: Path) -> None:
     reshard.convert(source.root, tmp_path / "out", to=Words.HF, name_map={Words.W: Words.HF})
     assert list(reshard.open(tmp_path / "out")) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cipher": "S3CR3T"}, {"storage_options": "S3CR3T"}, {"storage_options": [("key", "S3CR3T")]},
+        {"storage_options": {5: "S3CR3T"}},
+    ],
+)  # fmt: skip
+def test_no_message_shows_a_secret(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        reshard.open(HERE, **options)
+    assert caught.value.code == "bad-argument"
+    assert "S3CR3T" not in str(caught.value)
