@@ -9,6 +9,7 @@ from reshard.api.choices import progress_of, selection_of
 from reshard.arguments import checked
 from reshard.core.verify.verify import as_it_is
 from reshard.core.verify.verify import verify as verify_record
+from reshard.errors import UsageError
 from reshard.run.clusters.where import uses_workers
 from reshard.sizes import size_of
 from reshard.storage.urls.s3.options import refuse_on_cluster, use_options
@@ -124,6 +125,8 @@ def verify(
     >>> bool(reshard.verify("hf", against="src_checkpoints", source_strategy="src_strategy.ckpt"))
     True
     """
+    _refuse_options_of_paths(target, strategy=strategy, cipher=cipher)
+    _refuse_options_of_paths(against, source_strategy=source_strategy, source_cipher=source_cipher)
     sides = [side for side in (target, against) if side is not None]
     use_options(storage_options, *(side for side in sides if not isinstance(side, Checkpoint)))
     if uses_workers(client):
@@ -141,6 +144,16 @@ def verify(
             partial=partial, deduplicated=deduplicated, independent=independent, memory=size_of(memory, "memory"),
             threads=threads, client=client, progress=callback,
         )  # fmt: skip
+
+
+def _refuse_options_of_paths(side: Any, **options: Any) -> None:
+    """Raise `UsageError` if there is an option of opening a path, and the checkpoint is open."""
+    for name, value in options.items():
+        if value is not None and isinstance(side, Checkpoint):
+            raise UsageError(
+                f"{name} is for a path, and {side!r:.60} is opened", code="no-effect",
+                hint="leave it out; another checkpoint to compare with is against=",
+            )  # fmt: skip
 
 
 def _opened(side: Any) -> Any:

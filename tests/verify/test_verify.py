@@ -486,3 +486,13 @@ def test_what_only_a_comparison_obeys_is_refused_elsewhere(
     assert reshard.verify(target, **what)
     with refused(UsageError, "needs-source", word):
         reshard.verify(target, **what, **option)
+
+
+def test_options_of_paths_are_refused_for_opened_checkpoints(sides: tuple[Path, Path], tmp_path: Path) -> None:
+    """`verify(source, "target")` compared nothing, and was true: the path was taken for a strategy."""
+    source = reshard.open(sides[0], strategy=BEFORE)
+    for options in ({"strategy": tmp_path / "none"}, {"strategy": BEFORE}):
+        with refused(UsageError, "no-effect", "strategy"):
+            reshard.verify(source, **options)  # type: ignore[arg-type]
+    with refused(UsageError, "no-effect", "source_strategy"):
+        reshard.verify(sides[1], AFTER, against=source, source_strategy=BEFORE)
