@@ -125,7 +125,7 @@ def _of_plan(plan: Plan) -> Flow:
         ("source files", "tensors", "target files"),
         _files([*source_of.values()], _sources(plan.source, shown), _sums(read, 0), "not read"),
         [Node(name, f"{remark}{bytes_text(nbytes[n])}", nbytes[n]) for n, (name, remark) in enumerate(tensors)],
-        _files(target_of, _targets(plan.files), _sums(written, 1), "-"),
+        _files(target_of, _targets(plan.files), _sums(written, 1), "no tensors"),
         read,
         written,
     )
