@@ -43,7 +43,7 @@ _ALIASES = {
 _WORDS = {
     "AnyName": "a path", "os.PathLike": "a path", "Globs": "a glob or a list of globs", "str": "a text",
     "AnyFiles": "an object such as HuggingFaceSet()", "bool": "True or False", "int": "a whole number",
-    "float": "a number", "Callable": "a function", "DTypeLike": "a dtype",
+    "float": "a number", "Callable": "a function", "DTypeLike": "a dtype", "Any": "anything",
 }  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def _in_words(part: str) -> str:
     if name == "Literal":
         return inner
     if name == "Mapping":
-        key, item = (_in_words(part).removeprefix("a ") for part in _parts(inner, ","))
+        key, item = (_in_words(each).removeprefix("a ") for each in _parts(inner, ","))
         return f"a dict of {key} to {item}"
     if name in {"Iterable", "Sequence", "Collection"}:
         return f"a list of {inner}"
