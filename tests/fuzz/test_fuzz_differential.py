@@ -362,7 +362,7 @@ def without_unused(case: Case) -> None:
     selection = case.selection
     if all(case.new_name(tensor) == tensor.name for tensor in case.kept()):
         selection.include, selection.exclude, selection.weights_only = [], [], False
-        if case.target is None and all(case.new_name(tensor) == tensor.name for tensor in case.kept()):
+        if all(case.new_name(tensor) == tensor.name for tensor in case.kept()):
             selection.names = {}
     inside = [tensor.name for tensor in case.tensors if tensor.in_files]
     included = {name for name in inside if not selection.include or reference.matches(name, selection.include)}
@@ -423,8 +423,9 @@ def one_case(rng: Random, root: Path, counts: Counter[str]) -> None:
         ways["over another"] = over_another
     if not any(word.startswith(("--prefix", "--chunk", "--shard", "--compression", "--style")) for word in words):
         ways["planned"] = planned
-    # A name map of weights alone is refused for a store that has only their states.
-    if case.command == "transform" and "--link-replicas" not in words and not case.selection.names:
+    # Weights that are left out of a store are missed by what is said of their states there.
+    is_whole = not case.selection.names and not case.selection.drop
+    if case.command == "transform" and "--link-replicas" not in words and is_whole:
         ways["by a store"] = by_a_store
     rates = {"direct": 10, "again": 2, "stopped": 2, "process": 0.1, "over another": 2, "planned": 3, "by a store": 2}
     way = rng.choices(list(ways), [rates[way] for way in ways])[0]
