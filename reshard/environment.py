@@ -11,6 +11,7 @@ from reshard.spelling import did_you_mean
 
 _PREFIX = "RESHARD_"
 _OF_SERVICES = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)?)")
+_MOST_DIGITS = 6  # of a number of threads
 
 MEMORY, THREADS, STALL_SECONDS = "RESHARD_MEMORY", "RESHARD_THREADS", "RESHARD_STALL_SECONDS"
 """The variables that are read in Python, too; the others are of the command line."""
@@ -80,6 +81,6 @@ def threads(given: int | None) -> int | None:
     text = os.environ.get(THREADS, "")
     if given is not None or not text:
         return given
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"{THREADS}: {text!r} is not a number of threads, such as 4", code="bad-value")
+    if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS or int(text) < 1:
+        raise UsageError(f"{THREADS}: {text!r:.60} is not a number of threads, such as 4", code="bad-value")
     return int(text)

@@ -120,6 +120,10 @@ def test_memory_and_threads_are_limits_of_plans(case: Case, tmp_path: Path, monk
     monkeypatch.setenv("RESHARD_THREADS", "1")
     assert reshard.plan(source, case.target_strategy)._record.threads == 1
     assert reshard.plan(source, case.target_strategy, threads=3)._record.threads == 3
+    monkeypatch.setenv("RESHARD_THREADS", "9" * 5000)  # more digits than `int` takes
+    with refused(reshard.UsageError, "bad-value", "RESHARD_THREADS"):
+        reshard.plan(source, case.target_strategy)
+    monkeypatch.delenv("RESHARD_THREADS")
     monkeypatch.setenv("RESHARD_MEMORY", "3MB")
     with refused(reshard.BudgetError, "not-enough-memory", "3.0 MB"):
         reshard.plan(source, case.target_strategy)
