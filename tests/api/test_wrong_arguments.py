@@ -211,7 +211,6 @@ class Words(str, Enum):  # noqa: UP042 -- a StrEnum's `str` is its text
     """Texts whose `str` is another."""
 
     W = "w"
-    HF = "hf"
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -233,11 +232,6 @@ def test_numbers_of_numpy_reach_files_as_those_of_python(source: Checkpoint, tmp
     scaled = source.scale("w", factor=np.float32(2))
     reshard.plan(scaled, format="safetensors").run(tmp_path / "scaled")
     assert [path.name for path in (tmp_path / "ranks").iterdir() if path.name.startswith("rank")] == ["rank_1"]
-
-
-def test_texts_of_an_enum_are_texts(source: Checkpoint, tmp_path: Path) -> None:
-    reshard.convert(source.root, tmp_path / "out", to=Words.HF, name_map={Words.W: Words.HF})
-    assert list(reshard.open(tmp_path / "out")) == ["hf"]
 
 
 @pytest.mark.parametrize(
