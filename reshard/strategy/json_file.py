@@ -7,7 +7,7 @@ import json
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Faults, LayoutError, Option, StrategyError, Text, UsageError, names
+from reshard.errors import Faults, LayoutError, StrategyError, UsageError, names
 from reshard.layout.block import Shape, shape_text
 from reshard.layout.layout import Layout
 from reshard.storage.small import is_text, parse_json
@@ -56,7 +56,7 @@ def from_json(content: bytes, path: str, faults: Faults) -> Said:
         raise StrategyError(
             f"{path} is a name map, not a strategy file",
             code="not-a-strategy",
-            hint=Text("it is for ", Option("name_map")),
+            hint="give it as the name map of a conversion",
         )
     if top and not any(difflib.get_close_matches(key, _TOP_KEYS, cutoff=_ALIKE) for key in top):
         raise StrategyError(

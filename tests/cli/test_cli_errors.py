@@ -121,7 +121,7 @@ def test_json_of_another_kind_is_no_strategy_that_names_nothing(case: Case, tmp_
     name_map, index = tmp_path / "names.json", tmp_path / "index.json"
     name_map.write_text('{"net.w": "w"}')
     index.write_text('{"weight_map": {"w": "model.safetensors"}}')
-    for path, place in ((name_map, "--name-map"), (index, "weight_map")):
+    for path, place in ((name_map, "name map"), (index, "weight_map")):
         failed(4, "not-a-strategy", "inspect", case.source, "--source-strategy", path, places=(path, place))
 
 
