@@ -14,7 +14,6 @@ import click
 import pytest
 from commands import call
 from refusals import failed
-from samples import slow
 
 from reshard.cli.commands import Command, GroupedOption
 from reshard.cli.main import cli
@@ -113,15 +112,15 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     ("line", "last", "expected"),
     [
         ("reshard", "con", ["convert"]),
-        slow("reshard strategy", "m", ["merge", "make"]),
-        slow("reshard convert a b", "--target-st", ["--target-strategy", "--target-stage", "--target-step"]),
+        ("reshard strategy", "m", ["merge", "make"]),
+        ("reshard convert a b", "--target-st", ["--target-strategy", "--target-stage", "--target-step"]),
         (
             "reshard convert a b --to",
             "",
             ["ckpt", "safetensors", "hf", "mindspore", "dcp", "checkpoint2", "deepspeed-universal", "orbax", "zarr"],
         ),
         ("reshard inspect", "src_ch", ["paths"]),  # bash completes both files and directories
-        slow("reshard verify a --manifest", "m", ["paths"]),
+        ("reshard verify a --manifest", "m", ["paths"]),
     ],
 )
 def test_shells_complete(line: str, last: str, expected: list[str]) -> None:
