@@ -96,7 +96,7 @@ def store_directory(store: zarr.Group | Store) -> str:
     """
     path = _local_path(store)
     if path is None:
-        raise UsageError(f"{store} is not a local directory", code="wrong-type", hint="pass its URL")
+        raise UsageError(f"{store} is not a local directory", code="wrong-type", hint="give a directory or a URL")
     return path
 
 

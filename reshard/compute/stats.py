@@ -25,6 +25,7 @@ from reshard.errors import UsageError, names
 from reshard.layout.block import shape_text
 from reshard.run.clusters.where import uses_workers
 from reshard.run.executor import map_tasks
+from reshard.sizes import counted
 from reshard.spelling import missing_name
 from reshard.storage.cipher import store_of
 from reshard.storage.urls.s3.options import refuse_on_cluster
@@ -294,8 +295,8 @@ class CheckpointStats:
         return stats_frame(self)
 
     def __repr__(self) -> str:
-        count, bad = len(self.tensors), len(self.not_finite)
-        return f"<CheckpointStats of {names([self.root])}: {count} tensors, {bad} with NaN or Inf>"
+        tensors = counted(len(self.tensors), "tensor")
+        return f"<CheckpointStats of {names([self.root])}: {tensors}, {len(self.not_finite)} with NaN or Inf>"
 
     def _repr_html_(self) -> str:
         return str(upward("html")(self))
