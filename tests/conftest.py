@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+collect_ignore = ["docs_site.py"]  # it belongs to mkdocs, which the extra `docs` brings
+
 # Deterministic and without deadlines by default, so that a run says the same on a slow machine and a fast
 # one; HYPOTHESIS_PROFILE=thorough tries all examples, of which the default tries some, and =search looks for new ones.
 _COMMON = {
