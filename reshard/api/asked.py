@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.view.notebook.opened import OpenedArrays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -80,3 +82,19 @@ class TargetOptions:
 def is_of_zarr(value: object) -> TypeIs[zarr.Group | Store]:
     """Return whether a value is a store or a group of zarr, which is not imported to ask."""
     return type(value).__module__.partition(".")[0] == "zarr"
+
+
+def refuse_options_of_paths(side: object, hint: str = "leave it out", **options: object) -> None:
+    """Refuse options of opening a path for a checkpoint that is open.
+
+    Args:
+        side: a path or a checkpoint.
+        hint: what to do.
+        options: the options by name; None for those that are not given.
+
+    Raises:
+        UsageError: there is one.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    if given and isinstance(side, OpenedArrays):
+        raise UsageError(f"{given[0]} is for a path, and {side!r:.60} is opened", code="no-effect", hint=hint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reshard.api.asked import OpenOptions, TargetOptions
+from reshard.api.asked import OpenOptions, TargetOptions, refuse_options_of_paths
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import carried_out, client_of, selection_of
 from reshard.api.jobs import job
@@ -131,6 +131,7 @@ def convert(
     >>> report.files[0], len(report.files), report.tensors
     ('rank_0/checkpoint_0.safetensors', 4, 15)
     """
+    refuse_options_of_paths(source, source_strategy=source_strategy, cipher=cipher)
     use_options(storage_options, *([] if isinstance(source, Checkpoint) else [source]), target)
     selection = selection_of(
         selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,

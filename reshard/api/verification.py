@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from reshard.api.asked import refuse_options_of_paths
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import progress_of, selection_of
 from reshard.arguments import checked
 from reshard.core.verify.verify import as_it_is
 from reshard.core.verify.verify import verify as verify_record
-from reshard.errors import UsageError
-from reshard.run.clusters.where import uses_workers
+from reshard.run.clusters.where import refuse_unshared
 from reshard.sizes import size_of
-from reshard.storage.urls.s3.options import refuse_on_cluster, use_options
+from reshard.storage.urls.s3.options import use_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -125,12 +125,13 @@ def verify(
     >>> bool(reshard.verify("hf", against="src_checkpoints", source_strategy="src_strategy.ckpt"))
     True
     """
-    _refuse_options_of_paths(target, strategy=strategy, cipher=cipher)
-    _refuse_options_of_paths(against, source_strategy=source_strategy, source_cipher=source_cipher)
+    refuse_options_of_paths(
+        target, "leave it out; another checkpoint to compare with is against=", strategy=strategy, cipher=cipher
+    )
+    refuse_options_of_paths(against, source_strategy=source_strategy, source_cipher=source_cipher)
     sides = [side for side in (target, against) if side is not None]
     use_options(storage_options, *(side for side in sides if not isinstance(side, Checkpoint)))
-    if uses_workers(client):
-        refuse_on_cluster(side.root if isinstance(side, Checkpoint) else side for side in sides)
+    refuse_unshared(client, (side.root if isinstance(side, Checkpoint) else side for side in sides))
     selection = selection_of(
         selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,
         allow_missing=allow_missing, rules=rules, lora=lora,
@@ -144,16 +145,6 @@ def verify(
             partial=partial, deduplicated=deduplicated, independent=independent, memory=size_of(memory, "memory"),
             threads=threads, client=client, progress=callback,
         )  # fmt: skip
-
-
-def _refuse_options_of_paths(side: Any, **options: Any) -> None:
-    """Raise `UsageError` if there is an option of opening a path, and the checkpoint is open."""
-    for name, value in options.items():
-        if value is not None and isinstance(side, Checkpoint):
-            raise UsageError(
-                f"{name} is for a path, and {side!r:.60} is opened", code="no-effect",
-                hint="leave it out; another checkpoint to compare with is against=",
-            )  # fmt: skip
 
 
 def _opened(side: Any) -> Any:

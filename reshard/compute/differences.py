@@ -23,11 +23,10 @@ from reshard.core.verify.sums import progress_callback, thread_count
 from reshard.errors import BudgetError, UsageError, names
 from reshard.layout.axes import common
 from reshard.layout.block import shape_text
-from reshard.run.clusters.where import uses_workers
+from reshard.run.clusters.where import refuse_unshared
 from reshard.run.executor import map_tasks
 from reshard.source.reshape import Shared
 from reshard.storage.cipher import store_of
-from reshard.storage.urls.s3.options import refuse_on_cluster
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -272,8 +271,7 @@ def diff(
 ) -> CheckpointDiff:
     """Return the differences of two checkpoints; see `reshard.diff`. `memory` is in bytes."""
     began = time.perf_counter()
-    if uses_workers(client):
-        refuse_on_cluster(file.path for side in (a, b) for file in side.files)
+    refuse_unshared(client, (file.path for side in (a, b) for file in side.files))
     for word, value in (("tolerance", tolerance), ("relative", relative)):
         if value is not None and not value >= 0:
             raise UsageError(f"{word} is {value}; expected 0 or more", code="out-of-range")

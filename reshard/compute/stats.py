@@ -23,12 +23,11 @@ from reshard.core.plan.select import kinds
 from reshard.core.verify.sums import progress_callback, thread_count
 from reshard.errors import UsageError, names
 from reshard.layout.block import shape_text
-from reshard.run.clusters.where import uses_workers
+from reshard.run.clusters.where import refuse_unshared
 from reshard.run.executor import map_tasks
 from reshard.sizes import counted
 from reshard.spelling import missing_name
 from reshard.storage.cipher import store_of
-from reshard.storage.urls.s3.options import refuse_on_cluster
 from reshard.strategy.names import group_members
 from reshard.upward import upward
 
@@ -402,8 +401,7 @@ def stats(
 ) -> CheckpointStats:
     """Return the statistics of a checkpoint; see `Checkpoint.stats`. `memory` is in bytes."""
     began = time.perf_counter()
-    if uses_workers(client):
-        refuse_on_cluster(file.path for file in checkpoint.files)
+    refuse_unshared(client, (file.path for file in checkpoint.files))
     texts = {name: "is a text" for name, tensor in checkpoint.tensors.items() if tensor.text is not None}
     narrow = {name: f"is {each.spec.dtype}" for name, each in checkpoint.tensors.items() if each.spec.dtype.bits}
     not_computed = {**dict(incomplete(checkpoint)), **texts, **narrow, **checkpoint.unreadable}

@@ -246,3 +246,11 @@ def test_no_message_shows_a_secret(options: dict[str, Any]) -> None:
         reshard.open(HERE, **options)
     assert caught.value.code == "bad-argument"
     assert "S3CR3T" not in str(caught.value)
+
+
+def test_options_of_a_path_are_refused_for_an_opened_source(tmp_path: Path) -> None:
+    reshard.write({"w": np.ones(3, np.float32)}, tmp_path / "hf")
+    source = reshard.open(tmp_path / "hf")
+    with refused(UsageError, "no-effect", "source_strategy"):
+        reshard.convert(source, tmp_path / "out", to="dcp", source_strategy="strategy.ckpt")
+    assert not (tmp_path / "out").exists()

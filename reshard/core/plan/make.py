@@ -97,20 +97,9 @@ def plan(
         BudgetError: `memory` is too little; the error names the minimum.
         UsageError: an unknown format or rank, an invalid prefix, or a format that is not encrypted.
     """
-    if isinstance(source, (str, bytes)) or hasattr(source, "__fspath__"):
-        raise UsageError(
-            f"source is {source!r}; expected a Checkpoint", code="wrong-type", hint="open it with reshard.open"
-        )
-    if isinstance(memory, str):
-        raise UsageError(f"memory is {memory!r}; expected a number of bytes", code="wrong-type")
     if threads is not None and threads < 1:
         raise UsageError(f"threads is {threads}; expected at least 1", code="out-of-range")
     memory = environment.memory(memory)
-    if isinstance(target, (str, bytes)) or hasattr(target, "__fspath__"):
-        raise UsageError(
-            f"target is {target!r}; expected a Strategy", code="wrong-type",
-            hint="read the file with reshard.read_strategy",
-        )  # fmt: skip
     source.require_whole()
     selection = selection or Selection()
     source = derived(source, selection)

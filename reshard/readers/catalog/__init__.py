@@ -11,7 +11,6 @@ files changed last.
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from reshard.formats.directories import STEP_NAME, is_iteration
 from reshard.formats.rank_dirs import RANK_DIRECTORY
 from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr import METADATA
-from reshard.formats.zarr.files import is_store
+from reshard.formats.zarr.files import is_store, parse_metadata
 from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
@@ -290,10 +289,9 @@ def _is_array(directory: Directory) -> bool:
         return False
     try:
         raw = read_small(directory.place / METADATA, "metadata", _LARGEST_METADATA, SourceError)
-        metadata = json.loads(raw)
-    except (SourceError, ValueError, RecursionError):
+        return parse_metadata(directory.place / METADATA, raw).get("node_type") == "array"
+    except SourceError:
         return False
-    return isinstance(metadata, dict) and metadata.get("node_type") == "array"
 
 
 def _are_several(directory: Directory, opener: Opener) -> bool:

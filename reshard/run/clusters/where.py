@@ -19,9 +19,10 @@ from reshard.errors import Option, ReshardError, Text, UsageError
 from reshard.run.clusters.connect import address_in, connected
 from reshard.run.clusters.names import CURRENT, LOCAL, PROCESSES, SYNCHRONOUS, THREADS, is_address
 from reshard.sizes import counted
+from reshard.storage.urls.s3.options import refuse_on_cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 class Where(NamedTuple):
@@ -97,13 +98,18 @@ def located(client: Any, threads: int | None = None) -> Iterator[Where]:
             yield Where(temporary)
 
 
-def uses_workers(client: Any) -> bool:
-    """Return whether tasks are executed by other processes; nothing is connected."""
+def refuse_unshared(client: Any, paths: Iterable[object]) -> None:
+    """Refuse other processes for paths that only this one has options for; nothing is connected.
+
+    Raises:
+        ReshardError: a bucket has options, and tasks would be executed by other processes.
+    """
     if client is None:
         client = _configured() or _current()
-    if isinstance(client, Where):
-        return client.is_elsewhere
-    return client is not None and not (isinstance(client, str) and client.lower() in {*THREADS, *SYNCHRONOUS})
+    is_here = isinstance(client, str) and client.lower() in {*THREADS, *SYNCHRONOUS}
+    is_here = is_here or (isinstance(client, Where) and not client.is_elsewhere)
+    if client is not None and not is_here:
+        refuse_on_cluster(paths)
 
 
 def _cluster(value: Any) -> Any:

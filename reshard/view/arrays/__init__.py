@@ -141,9 +141,8 @@ def _stored(
         (file.path, *file.status, piece.block.start, piece.block.stop, piece.runs, piece.strides)
         for piece, file in zip(pieces, files, strict=True)
     ]
-    token = tokenize(
-        "reshard", spec.name, spec.dtype.name, spec.shape, repr(read)
-    )  # as one text: dask is slow at lists
+    # As one text: dask is slow at lists.
+    token = tokenize("reshard", spec.name, spec.dtype.name, spec.shape, repr(read))
     return _Stored(spec.name, spec.dtype, spec.shape, pieces, axes), token
 
 

@@ -239,9 +239,8 @@ def _widened(value: Any) -> Any:
 
 def _each(value: Any, convert: Callable[[Any], Any]) -> Any:
     """Convert the arrays of low precision in a value, or in a list, tuple or dict."""
-    if isinstance(value, LowPrecisionArray):
-        return convert(value)
-    if isinstance(value, np.ndarray) and value.dtype in LOW_PRECISION:
+    is_low = isinstance(value, np.ndarray) and value.dtype in LOW_PRECISION
+    if is_low or isinstance(value, LowPrecisionArray):
         return convert(value)
     if type(value) in {list, tuple}:
         return type(value)(_each(item, convert) for item in value)
