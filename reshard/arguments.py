@@ -140,17 +140,25 @@ def _plain_of_one(part: str, value: Any) -> Any:  # noqa: PLR0911, PLR0912 -- a 
             if any(type(value) is type(each) and value == each for each in literal_eval(f"({inner},)")):
                 return value
         case "Mapping" if isinstance(value, Mapping):
-            key, item = _parts(inner, ",")
-            pairs = {_plain(key, old): _plain(item, new) for old, new in value.items()}
-            return value if _is_same(pairs, value) and _is_same(pairs.values(), value.values()) else pairs
-        case "Iterable" | "Sequence" | "Collection":
-            if isinstance(value, (str, bytes, Mapping)):
-                raise _RefusedError
-            items = tuple(value if inner in _ELSEWHERE else (_plain(inner, item) for item in value))
-            return value if type(value) in {list, tuple, set, frozenset} and _is_same(items, value) else items
+            return _plain_mapping(inner, value)
+        case "Iterable" | "Sequence" | "Collection" if not isinstance(value, (str, bytes, Mapping)):
+            return _plain_items(inner, value)
         case _ if any(each.__name__ == name.rpartition(".")[2] for each in type(value).__mro__):
             return value
     raise _RefusedError
+
+
+def _plain_mapping(inner: str, value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping itself if its keys and values are Python's own, since it may be a `Checkpoint`; else a dict."""
+    key, item = _parts(inner, ",")
+    pairs = {_plain(key, old): _plain(item, new) for old, new in value.items()}
+    return value if _is_same(pairs, value) and _is_same(pairs.values(), value.values()) else pairs
+
+
+def _plain_items(inner: str, value: Iterable[Any]) -> Iterable[Any]:
+    """Return a collection itself if its items are Python's own; else a tuple."""
+    items = tuple(value if inner in _ELSEWHERE else (_plain(inner, item) for item in value))
+    return value if type(value) in {list, tuple, set, frozenset} and _is_same(items, value) else items
 
 
 def _is_same(items: Iterable[object], others: Iterable[object]) -> bool:
