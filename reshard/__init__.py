@@ -15,14 +15,14 @@ TYPE_CHECKING = False  # to import `typing` takes longer than all of this, and w
 # The homes of all names, imported on first use: `__main__` takes hold of interrupts before anything slow begins.
 _HOMES = {
     "average": "api.averages",
-    "Block": "layout.block",
+    "Block": "core.layout.block",
     "BudgetError": "errors",
     "ChangedError": "errors",
     "Checkpoint": "api.checkpoints",
     "CheckpointDiff": "compute.differences",
     "CheckpointStats": "compute.stats",
     "Checkpoint2": "targets.checkpoint2",
-    "Cipher": "storage.cipher",
+    "Cipher": "core.storage.cipher",
     "convert": "api.conversions",
     "DCP": "formats.sets",
     "demo": "api.demos",
@@ -30,7 +30,7 @@ _HOMES = {
     "EncryptedError": "errors",
     "GoneError": "errors",
     "HuggingFaceSet": "formats.sets",
-    "Layout": "layout.layout",
+    "Layout": "core.layout.layout",
     "LayoutError": "errors",
     "LinkedDCP": "formats.sets",
     "LoRA": "rules.lora",
@@ -44,13 +44,13 @@ _HOMES = {
     "plan": "api.plans",
     "Plan": "api.plans",
     "PlanError": "errors",
-    "Progress": "run.settings",
+    "Progress": "core.run.settings",
     "read_layouts": "targets.arrangements",
     "read_manifest": "core.verify.manifest",
     "read_object": "api.checkpoints",
     "read_plan": "api.plans",
     "read_strategy": "strategy.files",
-    "Report": "run.settings",
+    "Report": "core.run.settings",
     "ReshardError": "errors",
     "ReshardWarning": "messages",
     "Rules": "rules.rules",
@@ -144,7 +144,11 @@ if TYPE_CHECKING:
     from reshard.api.writing import write
     from reshard.compute.differences import CheckpointDiff
     from reshard.compute.stats import CheckpointStats
+    from reshard.core.layout.block import Block
+    from reshard.core.layout.layout import Layout
     from reshard.core.plan.inputs import Selection
+    from reshard.core.run.settings import Progress, Report
+    from reshard.core.storage.cipher import Cipher
     from reshard.core.verify.manifest import Manifest, read_manifest, write_manifest
     from reshard.core.verify.manifest_files import make_manifest
     from reshard.core.verify.verification import Verification
@@ -168,13 +172,9 @@ if TYPE_CHECKING:
     )
     from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
     from reshard.formats.zarr import ZarrGroup
-    from reshard.layout.block import Block
-    from reshard.layout.layout import Layout
     from reshard.messages import ReshardWarning
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.settings import Progress, Report
-    from reshard.storage.cipher import Cipher
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
     from reshard.targets.arrangements import read_layouts

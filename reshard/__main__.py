@@ -38,7 +38,7 @@ def main() -> NoReturn:
 def _check_system() -> None:
     """Exit with a sentence on a system that is not supported."""
     try:
-        import reshard.storage  # noqa: F401 -- it raises there
+        import reshard.core.storage  # noqa: F401 -- it raises there
     except ImportError as error:
         os.write(2, f"error: {error}\n".encode())
         sys.exit(1)

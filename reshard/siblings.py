@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Iterator, Sequence
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 
 @dataclass(slots=True)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reshard.run import run as running
+from reshard.core.run import run as running
 
 if TYPE_CHECKING:
-    from reshard.run.settings import RunOptions
+    from reshard.core.run.settings import RunOptions
 
 
 def by_file(patch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from reshard.core.layout.block import Block
     from reshard.formats.entries import FileLayout, Runs
-    from reshard.layout.block import Block
     from reshard.strategy.strategy import Strategy
 
 Array = np.ndarray[Any, np.dtype[Any]]

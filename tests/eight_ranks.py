@@ -10,7 +10,7 @@ from checkpoints import numbers, write_ranks
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan import budget
-from reshard.run import graph
+from reshard.core.run import graph
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 from pytest import MonkeyPatch  # noqa: PT013 -- for code of another process, too
 
-from reshard.storage import cipher, local, places
-from reshard.storage.base import stem_of_unfinished
-from reshard.storage.urls import remote
+from reshard.core.storage import cipher, local, places
+from reshard.core.storage.base import stem_of_unfinished
+from reshard.core.storage.urls import remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from reshard.layout.layout import Layout
+from reshard.core.layout.layout import Layout
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 NAMES = ["net.w", "net.b", "moment1.net.w", "embedding.table", "head/ω", "layers.0-1", "accu_grads.net.w"]
 

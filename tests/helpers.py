@@ -103,7 +103,7 @@ def slices(layout: dict[str, Any], shape: tuple[int, ...], rank: int) -> tuple[s
     """Where a rank of one stage finds its block: DESIGN section 2 in numbers, one dimension after the other.
 
     Blocks are cut again and again, axis by axis, and the devices that share a block are counted off by
-    looking at all of them, so that no step is the one that `reshard.layout` takes.
+    looking at all of them, so that no step is the one that `reshard.core.layout` takes.
     """
     extents = layout["dev_matrix"]
     everyone = list(itertools.product(*(range(extent) for extent in extents)))

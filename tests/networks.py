@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import helpers
 
-from reshard.layout.layout import Layout, foldings
+from reshard.core.layout.layout import Layout, foldings
 from reshard.strategy import operators
 from reshard.strategy.files import read_strategy
 

@@ -8,7 +8,7 @@ from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.storage.urls import connections
+from reshard.core.storage.urls import connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

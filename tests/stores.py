@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reshard.storage.local import LocalStore
+from reshard.core.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

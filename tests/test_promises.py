@@ -24,10 +24,10 @@ from refusals import failed
 
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
+from reshard.core.layout.block import Block
 from reshard.core.plan import budget
+from reshard.core.storage.base import PARTIAL
 from reshard.dtypes import BY_NAME
-from reshard.layout.block import Block
-from reshard.storage.base import PARTIAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

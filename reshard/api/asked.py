@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
     from zarr.abc.store import Store
 
-    from reshard.layout.arrangement import Arrangement
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
+    from reshard.core.layout.arrangement import Arrangement
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
 

@@ -13,6 +13,7 @@ from reshard.arguments import checked
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.select import narrowed
+from reshard.core.storage.urls.s3.options import use_options
 from reshard.dtypes import name_of
 from reshard.errors import UsageError
 from reshard.formats.rank_dirs import RANK_PATTERN
@@ -22,7 +23,6 @@ from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
 from reshard.sizes import size_of
 from reshard.source.holdings import strategy_of as strategy_of_record
-from reshard.storage.urls.s3.options import use_options
 from reshard.view.notebook.opened import OpenedArrays
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from reshard.compute.stats import CheckpointStats
     from reshard.core.plan.inputs import Selection
-    from reshard.run.settings import Progress, Report
+    from reshard.core.run.settings import Progress, Report
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import AnyName
     from reshard.source.checkpoint import Checkpoint as Record
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.view.ranks import StoredArrays
     from reshard.view.tables import Groups
@@ -375,8 +375,8 @@ class Checkpoint(OpenedArrays):
             reshard.ReshardError: as `reshard.plan` and `Plan.run` do.
         """
         from reshard.api.writing import store_directory
+        from reshard.core.run.settings import RunOptions
         from reshard.formats.zarr import ZarrGroup
-        from reshard.run.settings import RunOptions
 
         if is_of_zarr(store):
             store = store_directory(store)

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.arrangement import Arrangement
 from reshard.core.plan.inputs import Selection, derived
 from reshard.core.plan.select import select
+from reshard.core.storage.places import as_place
 from reshard.errors import Option, Text, UsageError
 from reshard.formats.sets import OTHER_WORDS, TO
-from reshard.layout.arrangement import Arrangement
 from reshard.messages import warn
 from reshard.rules.lora import LoRA
-from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from reshard.api.jobs import Job
     from reshard.core.plan.plan import Plan
+    from reshard.core.run.settings import Progress, Report, RunOptions
+    from reshard.core.storage.places import AnyName, Place
     from reshard.rules.rules import Rules
-    from reshard.run.settings import Progress, Report, RunOptions
     from reshard.source.checkpoint import Checkpoint as Record
-    from reshard.storage.places import AnyName, Place
 
 Globs = str | Iterable[str]
 """A glob, or several."""
@@ -143,7 +143,7 @@ def run_plan(
     progress: Callable[[Progress], None] | bool | None,
 ) -> Report:
     """Run a plan, with `progress` as in `Plan.run`."""
-    from reshard.run.run import run  # it brings dask
+    from reshard.core.run.run import run  # it brings dask
 
     with progress_of(progress) as callback:
         return run(plan, directory, options, progress=callback)
@@ -159,7 +159,7 @@ def carried_out(
     """Run the plan of a job, and warn of what the source did not; of other files, too, if the target is a directory."""
     plan = conversion.plan
     if conversion.result in {None, conversion.directory}:
-        from reshard.run.beside import with_neighbours  # it imports the modules that run a plan
+        from reshard.core.run.beside import with_neighbours  # it imports the modules that run a plan
 
         plan = with_neighbours(plan, target, starts_over=options.starts_over)
     warn(text for text in plan.warnings if text not in warned)

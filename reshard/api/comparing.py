@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reshard.compute.differences import CheckpointDiff
-    from reshard.run.settings import Progress
-    from reshard.storage.places import AnyName
+    from reshard.core.run.settings import Progress
+    from reshard.core.storage.places import AnyName
 
 
 @checked

@@ -11,20 +11,20 @@ from reshard.api.jobs import job
 from reshard.arguments import checked
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.inputs import Selection
-from reshard.run.settings import RunOptions
+from reshard.core.run.settings import RunOptions
+from reshard.core.storage.places import as_place
+from reshard.core.storage.urls.s3.options import use_options
 from reshard.sizes import size_of
-from reshard.storage.places import as_place
-from reshard.storage.urls.s3.options import use_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from reshard.api.choices import Globs
+    from reshard.core.run.settings import Progress, Report
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import AnyName
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.settings import Progress, Report
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
 

@@ -17,18 +17,18 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.api.choices import target_of
+from reshard.core.layout.arrangement import Arrangement
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.make import plan_convert
+from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
 from reshard.formats import check_file_name
 from reshard.formats.sets import DCP_NAME, LinkedDCP
-from reshard.layout.arrangement import Arrangement
 from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import self_described
 from reshard.source.checkpoint import Checkpoint
-from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
 from reshard.targets.arrangements import read_layouts
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from reshard.api.asked import OpenOptions, TargetOptions
     from reshard.core.plan.plan import Plan
-    from reshard.storage.places import AnyName, Place
+    from reshard.core.storage.places import AnyName, Place
     from reshard.targets.kinds import AnyFiles
 
 Verb = Literal["convert", "transform", "unify"]

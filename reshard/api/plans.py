@@ -16,12 +16,12 @@ from reshard.core.plan.inputs import Selection, globs
 from reshard.core.plan.make import with_memory
 from reshard.core.plan.planfile import read as read_record
 from reshard.core.plan.planfile import save as save_record
+from reshard.core.run.settings import RunOptions
+from reshard.core.storage.places import as_place
+from reshard.core.storage.urls.s3.options import use_options
 from reshard.errors import UsageError, names
 from reshard.messages import warn
-from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
-from reshard.storage.places import as_place
-from reshard.storage.urls.s3.options import use_options
 from reshard.strategy.names import ranges_text
 from reshard.targets.kinds import RANKS, TAKEN_BY, check_options, source_word, word_of
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
     from reshard.api.checkpoints import Checkpoint
     from reshard.api.choices import Globs
+    from reshard.core.layout.arrangement import Arrangement
     from reshard.core.plan.plan import Plan as Record
     from reshard.core.plan.plan import Stats
-    from reshard.layout.arrangement import Arrangement
+    from reshard.core.run.graph import Graph
+    from reshard.core.run.settings import Progress, Report
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import AnyName
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.graph import Graph
-    from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import Checkpoint as SourceRecord
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
     from reshard.targets.kinds import AnyFiles
     from reshard.view.ranks import RankArrays
@@ -290,7 +290,7 @@ class Plan:
             reshard.TargetError: a target file exists, is one of the sources, or is being written by a run.
             reshard.ChangedError: a source file changed since it was opened.
         """
-        from reshard.run.graph import graph  # it brings dask
+        from reshard.core.run.graph import graph  # it brings dask
 
         return graph(self._record, str(as_place(directory)), fsync=fsync, overwrite=overwrite, partition=partition)
 

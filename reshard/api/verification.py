@@ -8,25 +8,25 @@ from reshard.api.asked import refuse_options_of_paths
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import progress_of, selection_of
 from reshard.arguments import checked
+from reshard.core.run.clusters.where import refuse_unshared
+from reshard.core.storage.urls.s3.options import use_options
 from reshard.core.verify.verify import as_it_is
 from reshard.core.verify.verify import verify as verify_record
-from reshard.run.clusters.where import refuse_unshared
 from reshard.sizes import size_of
-from reshard.storage.urls.s3.options import use_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from reshard.api.choices import Globs
     from reshard.core.plan.inputs import Selection
+    from reshard.core.run.settings import Progress
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import AnyName
     from reshard.core.verify.manifest import Manifest
     from reshard.core.verify.verification import Verification
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint as Record
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
 

@@ -16,6 +16,9 @@ from reshard.api.choices import carried_out, client_of
 from reshard.api.jobs import job, with_format
 from reshard.arguments import checked
 from reshard.core.plan.inputs import Selection
+from reshard.core.run.settings import RunOptions
+from reshard.core.storage.places import as_place
+from reshard.core.storage.urls.s3.options import use_options
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.expressions.assigned import FromArray
@@ -25,12 +28,9 @@ from reshard.formats.zarr import ATTRIBUTES
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import options_refused
-from reshard.run.settings import RunOptions
 from reshard.sizes import size_of
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Computation, Opening
-from reshard.storage.places import as_place
-from reshard.storage.urls.s3.options import use_options
 from reshard.view.arrays import low as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     import zarr
     from zarr.abc.store import Store
 
-    from reshard.run.settings import Progress, Report
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
+    from reshard.core.run.settings import Progress, Report
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
 

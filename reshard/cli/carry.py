@@ -22,16 +22,16 @@ from reshard.cli.terminal import (
     say_warnings,
     wrote,
 )
+from reshard.core.storage.small import refuse_existing, refuse_inputs
 from reshard.errors import ReshardError, SourceError, UsageError, names
 from reshard.readers.open import files_of_sources, made_at
-from reshard.storage.small import refuse_existing, refuse_inputs
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from reshard.cli.options import Running
     from reshard.core.plan.plan import Plan
-    from reshard.run.settings import Report
-    from reshard.storage.places import Place
+    from reshard.core.run.settings import Report
+    from reshard.core.storage.places import Place
 
 
 KEYS = """
@@ -65,7 +65,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         result: the target that the user named, if it is a file in the target directory.
     """
     from reshard.core.plan.partition import partitioned
-    from reshard.run.beside import with_neighbours
+    from reshard.core.run.beside import with_neighbours
     from reshard.view.text import report_text
 
     _check_manifest(running.write_manifest, plan, target, overwrite=running.overwrite)
@@ -121,12 +121,12 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
 
 def _run(plan: Plan, target: Place, running: Running) -> Report:
     """Run a plan, with a progress bar."""
-    from reshard.run.executor import import_dask
+    from reshard.core.run.executor import import_dask
 
     cluster = running.cluster or running.scheduler
     if requested_cluster(cluster) is None and click.get_current_context().obj is OWN_PROCESS:
         import_dask()
-    from reshard.run.run import run
+    from reshard.core.run.run import run
 
     checksums = None if running.write_manifest is None else True
     typed = click.get_current_context().meta[TYPED]
@@ -181,8 +181,8 @@ def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then
 
 def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
     """Return messages on existing target files and the options that they require."""
-    from reshard.run.beside import older_files, refuse_other_ranks
-    from reshard.run.preflight import Do, files_with, preflight
+    from reshard.core.run.beside import older_files, refuse_other_ranks
+    from reshard.core.run.preflight import Do, files_with, preflight
     from reshard.view.text import count_text
 
     older = older_files(plan, str(target.real())) if running.starts_over else {}

@@ -259,7 +259,7 @@ def refuse_to_write(outputs: Sequence[Any]) -> None:
         TargetError: an output is an input.
     """
     if outputs:
-        from reshard.storage.small import refuse_inputs  # not on every start
+        from reshard.core.storage.small import refuse_inputs  # not on every start
         from reshard.strategy.files import strategy_files
 
         meta = click.get_current_context().meta

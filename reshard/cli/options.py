@@ -29,16 +29,16 @@ from reshard.cli.values import (
     read_cipher,
     size,
 )
+from reshard.core.run.clusters.names import is_word
+from reshard.core.run.settings import RunOptions
+from reshard.core.storage.cipher import MODE, MODES
 from reshard.errors import UsageError
-from reshard.run.clusters.names import is_word
-from reshard.run.settings import RunOptions
-from reshard.storage.cipher import MODE, MODES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import Place
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import Place
 
 _source, _target, _running, _output = (
     partial(option, under="Source"),

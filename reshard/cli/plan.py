@@ -26,8 +26,8 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import called_as, say, say_warnings, wrote
 from reshard.cli.values import READ, TARGET, WRITE
 from reshard.core.plan.changes import refuse_unused
+from reshard.core.storage.small import refuse_existing
 from reshard.errors import UsageError
-from reshard.storage.small import refuse_existing
 from reshard.view.progress import READING, phase
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from reshard.api.asked import OpenOptions, TargetOptions
     from reshard.core.plan.inputs import Selection
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import Place
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import Place
 
 
 @click.command(

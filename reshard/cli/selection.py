@@ -15,8 +15,8 @@ from reshard.errors import UsageError
 from reshard.rules.lora import TIED, LoRA
 
 if TYPE_CHECKING:
+    from reshard.core.storage.places import Place
     from reshard.rules.rules import Rules
-    from reshard.storage.places import Place
 
 _tensors = partial(option, under="Tensors")
 

@@ -421,7 +421,7 @@ def cluster_client(cluster: str | None, threads: int | None, *, quiet: bool) -> 
     if not requested_cluster(cluster):
         yield None
         return
-    from reshard.run.clusters.where import located
+    from reshard.core.run.clusters.where import located
 
     with located(requested_cluster(cluster), threads) as where:
         if where.client is None:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.commands import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS, typed
+from reshard.core.layout.block import LONGEST_NAME
+from reshard.core.run.clusters.names import is_address, is_word
+from reshard.core.storage.cipher import Cipher, read_key
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import is_text, parse_json, pointed, read_small
 from reshard.dtypes import by_name
 from reshard.errors import Faults, UsageError
 from reshard.formats.sets import CHECKPOINT2_NAME, OTHER_WORDS, TO
-from reshard.layout.block import LONGEST_NAME
-from reshard.run.clusters.names import is_address, is_word
 from reshard.sizes import parse_size
-from reshard.storage.cipher import Cipher, read_key
-from reshard.storage.places import as_place
-from reshard.storage.small import is_text, parse_json, pointed, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

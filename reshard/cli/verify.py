@@ -25,16 +25,16 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import OPTIONS, REPORTED, cluster_client, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ_PLACE, WRITE_PLACE, share
 from reshard.core.plan.inputs import Selection
+from reshard.core.storage.cipher import required
 from reshard.errors import UsageError, VerifyError
-from reshard.storage.cipher import required
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from reshard.api.asked import OpenOptions
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import Place
     from reshard.core.verify.verification import Verification
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import Place
 
 _WORDS = ("comparing", "comparing")
 
@@ -315,12 +315,12 @@ def _refuse_keys(keys: dict[str, Cipher | None]) -> None:
 
 def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) -> None:
     """Make a manifest, and write it."""
+    from reshard.core.storage.places import as_place
+    from reshard.core.storage.small import refuse_existing, refuse_inputs
     from reshard.core.verify.manifest import write_manifest
     from reshard.core.verify.manifest_files import make_manifest
     from reshard.core.verify.sides import options_of
     from reshard.readers.open import files_read, read_headers
-    from reshard.storage.places import as_place
-    from reshard.storage.small import refuse_existing, refuse_inputs
     from reshard.view.text import count_text
 
     refuse_existing(path, overwrite=checking.overwrite)  # before any file is read

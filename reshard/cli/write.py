@@ -25,10 +25,10 @@ from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE, split_w
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan as make_plan
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import is_within, refuse_existing
 from reshard.errors import TargetError, UsageError
 from reshard.readers.open import open as open_checkpoint
-from reshard.storage.places import as_place
-from reshard.storage.small import is_within, refuse_existing
 from reshard.view.progress import READING, phase
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from reshard.api.asked import TargetOptions
     from reshard.api.jobs import Verb
     from reshard.cli.options import Openings
-    from reshard.storage.places import AnyName, Place
+    from reshard.core.storage.places import AnyName, Place
 
 
 def _writing(verb: Verb) -> Callable[..., Any]:

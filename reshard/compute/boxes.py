@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reshard.core.layout.block import Block
 from reshard.core.plan import budget
+from reshard.core.storage.cipher import store_of
+from reshard.core.storage.places import can, in_batches
 from reshard.errors import SourceError, names
 from reshard.formats.entries import wants
-from reshard.layout.block import Block
 from reshard.source.stored import StoredBlock, StoredTensor
-from reshard.storage.cipher import store_of
-from reshard.storage.places import can, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import Coding, ReadStore, Want
     from reshard.source.checkpoint import Checkpoint, Tensor
-    from reshard.storage.base import Coding, ReadStore, Want
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

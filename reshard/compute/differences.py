@@ -17,25 +17,25 @@ import numpy as np
 from reshard import environment
 from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes, incomplete, stored_tensor
 from reshard.compute.pairs import PAIR_BYTES, PairMeter, PairSums
+from reshard.core.layout.axes import common
+from reshard.core.layout.block import shape_text
 from reshard.core.plan import budget
 from reshard.core.plan.budget import values_budget
+from reshard.core.run.clusters.where import refuse_unshared
+from reshard.core.run.executor import map_tasks
+from reshard.core.storage.cipher import store_of
 from reshard.core.verify.sums import progress_callback, thread_count
 from reshard.errors import BudgetError, UsageError, names
-from reshard.layout.axes import common
-from reshard.layout.block import shape_text
-from reshard.run.clusters.where import refuse_unshared
-from reshard.run.executor import map_tasks
 from reshard.source.reshape import Shared
-from reshard.storage.cipher import store_of
 from reshard.upward import upward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reshard.layout.block import Shape
-    from reshard.run.settings import Progress
+    from reshard.core.layout.block import Shape
+    from reshard.core.run.settings import Progress
+    from reshard.core.storage.base import Coding
     from reshard.source.checkpoint import Checkpoint, Tensor
-    from reshard.storage.base import Coding
 
 _MOST_BOX_BYTES = 16 << 20
 """The most bytes of a box, if the tensor is cut into many columns, which are read one by one."""

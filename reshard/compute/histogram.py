@@ -10,10 +10,10 @@ import numpy as np
 from reshard.compute.boxes import FileBoxes
 from reshard.compute.moments import CHUNK, Meter, ends_of_bins
 from reshard.compute.stats import ValueStats, stats
+from reshard.core.run.executor import map_tasks
+from reshard.core.storage.cipher import store_of
 from reshard.core.verify.sums import thread_count
 from reshard.errors import SourceError, UsageError
-from reshard.run.executor import map_tasks
-from reshard.storage.cipher import store_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,16 +18,16 @@ import numpy as np
 from reshard import environment
 from reshard.compute.boxes import BOX_BYTES, FileBoxes, incomplete, stored_tensor
 from reshard.compute.moments import THREAD_BYTES, Meter, Moments, ends_of_bins
+from reshard.core.layout.block import shape_text
 from reshard.core.plan.budget import values_budget
 from reshard.core.plan.select import kinds
+from reshard.core.run.clusters.where import refuse_unshared
+from reshard.core.run.executor import map_tasks
+from reshard.core.storage.cipher import store_of
 from reshard.core.verify.sums import progress_callback, thread_count
 from reshard.errors import UsageError, names
-from reshard.layout.block import shape_text
-from reshard.run.clusters.where import refuse_unshared
-from reshard.run.executor import map_tasks
 from reshard.sizes import counted
 from reshard.spelling import missing_name
-from reshard.storage.cipher import store_of
 from reshard.strategy.names import group_members
 from reshard.upward import upward
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.compute.boxes import FileBox, TensorPart
-    from reshard.layout.block import Shape
-    from reshard.run.settings import Progress
+    from reshard.core.layout.block import Shape
+    from reshard.core.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint, Tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]

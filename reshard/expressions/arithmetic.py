@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 
 class _Free(threading.local):

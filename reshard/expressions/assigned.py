@@ -21,21 +21,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.layout.block import Block
 from reshard.errors import SourceError
 from reshard.expressions.computed import Computing, block_at, computations
 from reshard.expressions.in_place import LAYER
-from reshard.layout.block import Block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
+    from reshard.core.layout.block import Shape
     from reshard.core.plan.plan import Plan, Task, Transfer
     from reshard.dtypes import DType
     from reshard.expressions.operand import Expression, Operand
     from reshard.formats.entries import Extent
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint, Tensor
 
 _TASK_BYTES = 4000  # a chunk's task in dask; if it is computed by several, these are usually fused

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.layout.block import flat_boxes
 from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.arithmetic import rounded, scratch
@@ -21,7 +22,6 @@ from reshard.expressions.computed import computed
 from reshard.expressions.model_config import config_of_average
 from reshard.expressions.operand import AnyBox, Operand
 from reshard.expressions.quantized.methods import way_out
-from reshard.layout.block import flat_boxes
 from reshard.source.facts import Computation, Extras, Opening
 from reshard.strategy.names import is_step, is_training_state, optimizer_states
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from reshard.core.layout.block import Block, Shape
     from reshard.dtypes import DType
     from reshard.expressions.operand import Expression
-    from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
 
 

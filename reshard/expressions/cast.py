@@ -15,8 +15,8 @@ from reshard.source.facts import Computation
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from reshard.core.layout.block import Block, Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.layout.block import Block, flat_boxes
+from reshard.core.layout.strided import SCRATCH, TILE_BYTES
+from reshard.core.storage.base import Around
+from reshard.core.storage.cipher import store_of
+from reshard.core.storage.places import can
 from reshard.expressions.in_place import Changing, InPlace, changed
 from reshard.expressions.operand import LOCATED, LOCATED_BYTES
 from reshard.formats.entries import FileIndex, Replica
-from reshard.layout.block import Block, flat_boxes
-from reshard.layout.strided import SCRATCH, TILE_BYTES
 from reshard.source.checkpoint import Sharding, SourceFile, Tensor, TensorSpec
 from reshard.source.headers import index_digests
-from reshard.storage.base import Around
-from reshard.storage.cipher import store_of
-from reshard.storage.places import can
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import Coding, Want
     from reshard.expressions.operand import Expression, Operand
     from reshard.formats.entries import Runs
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.base import Coding, Want
 
 _PIECE = 1 << 19
 """The most elements that are evaluated at once; more would not make reads faster."""

@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from reshard.core.layout.block import flat_boxes
+from reshard.core.layout.strided import SCRATCH, TILE_BYTES
+from reshard.core.storage.base import Around
+from reshard.core.storage.cipher import store_of
 from reshard.formats.entries import wants as wants_of
-from reshard.layout.block import flat_boxes
-from reshard.layout.strided import SCRATCH, TILE_BYTES
 from reshard.source.checkpoint import Sharding
 from reshard.source.stored import StoredBlock
-from reshard.storage.base import Around
-from reshard.storage.cipher import store_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from reshard.core.layout.block import Block, Shape
+    from reshard.core.storage.base import Coding, Want
     from reshard.dtypes import DType
     from reshard.expressions.operand import Operand
     from reshard.formats.entries import Runs
-    from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.base import Coding, Want
 
 LAYER = 1 << 44
 """Computed bytes of a file begin at this offset; if they are computed from computed ones, at a multiple of it."""

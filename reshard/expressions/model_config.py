@@ -6,17 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import SourceError
 from reshard.formats.sets import MODEL_CONFIG
-from reshard.storage.places import as_place
-from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.core.storage.places import Place
     from reshard.dtypes import DType
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
 
 QUANTIZATION = ("quantization_config", "compression_config")
 """The keys of how weights are quantized."""

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from reshard.core.layout.axes import position, row_major
 from reshard.errors import SourceError
-from reshard.layout.axes import position, row_major
 from reshard.source.stored import StoredBlock, StoredTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from reshard.core.layout.block import Block, Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
 
 LOCATED, LOCATED_BYTES = 64, 300
@@ -179,7 +179,7 @@ def stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
 def is_flat(box: Block, block: Block) -> bool:
     """Return whether a box is in a block, and contiguous there in row-major order.
 
-    >>> from reshard.layout.block import Block
+    >>> from reshard.core.layout.block import Block
     >>> whole = Block((0, 0), (4, 6))
     >>> [is_flat(Block(*box), whole) for box in (((1, 0), (3, 6)), ((1, 2), (2, 5)), ((1, 0), (3, 5)))]
     [True, True, False]

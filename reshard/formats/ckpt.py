@@ -18,20 +18,20 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
+from reshard.core.storage.base import truncated
+from reshard.core.storage.decryption import MAGICS
 from reshard.dtypes import BY_MINDSPORE, STR
 from reshard.errors import EncryptedError, Option, SourceError, Text, UsageError
 from reshard.formats.entries import Entry, FileIndex, FileLayout, Summed
-from reshard.layout.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
-from reshard.storage.base import truncated
-from reshard.storage.decryption import MAGICS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import ReadStore
     from reshard.dtypes import DType
     from reshard.formats.entries import Content, RangeReader, Runs
-    from reshard.layout.block import Shape
-    from reshard.storage.base import ReadStore
 
 NAME = "ckpt"
 EXTENSION = ".ckpt"

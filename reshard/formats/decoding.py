@@ -13,10 +13,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reshard.core.storage.base import Around
+from reshard.core.storage.places import any_store
 from reshard.errors import SourceError
 from reshard.formats.streaming import repeat
-from reshard.storage.base import Around
-from reshard.storage.places import any_store
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -26,8 +26,8 @@ else:
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.core.storage.base import ReadStore, Want
     from reshard.formats.streaming import Stream
-    from reshard.storage.base import ReadStore, Want
 
 IMPORTED_BYTES = 24 << 20
 """Additional resident memory of zarr and numcodecs; measured."""

@@ -36,8 +36,8 @@ from reshard.siblings import siblings_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from reshard.core.storage.places import Place
     from reshard.siblings import Siblings
-    from reshard.storage.places import Place
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The note of a safetensors file with the offsets of its blocks in their tensors, as PyTorch writes it."""

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from reshard.core.storage.base import truncated
+from reshard.core.storage.places import any_store
 from reshard.errors import UsageError
-from reshard.storage.base import truncated
-from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import RangeStore, ReadStore, Want
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
-    from reshard.storage.base import RangeStore, ReadStore, Want
 
 Runs = tuple[tuple[int, int], ...]
 """Byte ranges of a file, to be read one after the other as one block's contents: (offset, number of bytes)."""

@@ -11,8 +11,8 @@ from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.layout.layout import Layout
-from reshard.storage.places import as_place
+from reshard.core.layout.layout import Layout
+from reshard.core.storage.places import as_place
 from reshard.strategy.schema import Count, FormatError, Line, read
 from reshard.strategy.strategy import MOST_RANKS, Placed, Strategy
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from reshard.core.storage.base import PARTIAL, reading, similar
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats import is_save
 from reshard.formats.directories import (
@@ -26,13 +27,12 @@ from reshard.formats.directories import (
     refuse_directory,
     refuse_one_of_several,
 )
-from reshard.storage.base import PARTIAL, reading, similar
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 RANK_PATTERN = "rank_{rank}/*"
 """The default path pattern of a rank's files, below the opened directory."""

@@ -18,19 +18,19 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from reshard.core.layout.block import LONGEST_NAME, is_possible, shape_text
+from reshard.core.storage.base import truncated, truncated_text
+from reshard.core.storage.small import is_text, parse_json
 from reshard.dtypes import BY_SAFETENSORS, INT4, SAFETENSORS_ORDER, STR
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.formats.entries import Entry, FileIndex, FileLayout
-from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
-from reshard.storage.base import truncated, truncated_text
-from reshard.storage.small import is_text, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
     from reshard.formats.entries import Content, RangeReader
-    from reshard.layout.block import Shape
 
 NAME = "safetensors"
 EXTENSION = ".safetensors"

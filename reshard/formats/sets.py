@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked_fields
+from reshard.core.storage.base import COPY_AGAIN, reading
+from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.formats.entries import ShardFiles, SomeFiles
-from reshard.storage.base import COPY_AGAIN, reading
-from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from reshard.core.storage.places import Place
     from reshard.formats.entries import SizedTensor
     from reshard.siblings import Siblings
-    from reshard.storage.places import Place
 
 MAX_SHARD_BYTES = 4_000_000_000
 """The maximum size of a file of a unified set, unless a single tensor is larger."""

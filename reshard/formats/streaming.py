@@ -11,10 +11,10 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-from reshard.storage.places import is_url
+from reshard.core.storage.places import is_url
 
 if TYPE_CHECKING:
-    from reshard.storage.base import ReadStore
+    from reshard.core.storage.base import ReadStore
 
 _WINDOW_BYTES = 5 << 19  # a window of 2 MiB, as of the levels that Orbax uses, and the decoder
 _LARGEST_WINDOW = 23  # as a power of 2: 8 MiB, which the levels up to 19 have

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.core.plan.select import all_states
+from reshard.core.run.run import run
+from reshard.core.run.settings import RunOptions
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import refuse_inputs
+from reshard.core.storage.threads import processor_count
 from reshard.errors import PYTHON, Faults, SourceError, StrategyError, UsageError, Words, joined, names, spelled
 from reshard.mindspore.strategy import any_layout, layout_of
 from reshard.readers.open import open as open_source
 from reshard.readers.open import read_headers
-from reshard.run.run import run
-from reshard.run.settings import RunOptions
 from reshard.source.holdings import is_deduplicated
-from reshard.storage.places import as_place
-from reshard.storage.small import refuse_inputs
-from reshard.storage.threads import processor_count
 from reshard.strategy.files import read_strategy, strategy_files
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.needed import lacking_ranks
@@ -35,9 +35,9 @@ from reshard.strategy.strategy import Strategy, merged_names
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.layout import Layout
     from reshard.core.plan.plan import Plan
-    from reshard.layout.block import Shape
-    from reshard.layout.layout import Layout
     from reshard.source.checkpoint import Checkpoint
 
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan_files
+from reshard.core.run.run import run
+from reshard.core.run.settings import RunOptions
+from reshard.core.storage.cipher import Cipher
+from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats.ckpt import MAP_PARAMETER, map_parameters
-from reshard.run.run import run
-from reshard.run.settings import RunOptions
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Opening
 from reshard.source.headers import indexed
-from reshard.storage.cipher import Cipher
-from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

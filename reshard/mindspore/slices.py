@@ -3,7 +3,7 @@
 The steps, once the slices and the layout are known to belong together:
 
 1. The layout says which block of the whole each rank holds, optimizer sharding and nested entries included
-   (`reshard.layout`); ranks that hold the same block must hold the same bits.
+   (`reshard.core.layout`); ranks that hold the same block must hold the same bits.
 2. Uneven rows (`param_split_shape`) have one size a slice; slices next to each other have the same.
 3. Interleaved rows (`field`): every device holds rows of each field, one field after the other. Joined, they are in the
    order (device, field, rows), and are reordered to (field, device, rows).
@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.layout.block import Block, Shape, shape_text
+from reshard.core.layout.layout import Layout, foldings
 from reshard.errors import LayoutError, names
-from reshard.layout.block import Block, Shape, shape_text
-from reshard.layout.layout import Layout, foldings
 from reshard.mindspore.parameter import Parameter, Tensor, as_parameter
 from reshard.mindspore.strategy import layout_of
 

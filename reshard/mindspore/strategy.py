@@ -24,15 +24,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from reshard.core.layout.block import Shape, shape_text
+from reshard.core.layout.layout import Layout
+from reshard.core.layout.replicas import Group, by_turns, replica_groups
+from reshard.core.storage.decryption import MAGICS
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import read_small, refuse_inputs
 from reshard.errors import LayoutError, SourceError, StrategyError, UsageError
 from reshard.formats import index_file
-from reshard.layout.block import Shape, shape_text
-from reshard.layout.layout import Layout
-from reshard.layout.replicas import Group, by_turns, replica_groups
 from reshard.mindspore.launch import get_group_size, get_rank
-from reshard.storage.decryption import MAGICS
-from reshard.storage.places import as_place
-from reshard.storage.small import read_small, refuse_inputs
 from reshard.strategy.files import read_strategy, strategy_files, write_strategy
 from reshard.strategy.proto.messages import layout_of_message, tensor_map_parts
 from reshard.strategy.strategy import MERGED_NAME, Placed, merged_names

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
+from reshard.core.storage.local import local_store
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.formats import index_file
 from reshard.formats.entries import NamedFile
@@ -46,7 +47,6 @@ from reshard.mindspore.arguments import (
 from reshard.mindspore.network import load_param_into_net
 from reshard.mindspore.save_load import cipher_of, name_filter, read_entries
 from reshard.readers.open import open as open_source
-from reshard.storage.local import local_store
 from reshard.strategy.names import ranks_text
 from reshard.strategy.needed import lacking_ranks, needed_ranks
 

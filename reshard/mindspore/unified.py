@@ -23,6 +23,8 @@ import numpy as np
 from reshard.core.plan.budget import THREADS
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
+from reshard.core.storage.cipher import Cipher
+from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
 from reshard.formats.entries import NamedFile, SizedTensor
 from reshard.formats.sets import MindSporeSet, read_index, share_of
@@ -51,8 +53,6 @@ from reshard.mindspore.launch import get_rank
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor
 from reshard.readers.open import open as open_source
-from reshard.storage.cipher import Cipher
-from reshard.storage.places import as_place
 from reshard.view.ranks import RankArrays
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ from itertools import chain, islice
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, Text, names
 from reshard.readers.ranks import changed_text
-from reshard.storage.places import as_place
 from reshard.strategy.files import read_strategy, strategy_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
     from reshard.strategy.strategy import Strategy
 
 _SUFFIXES = {".ckpt", ".json"}

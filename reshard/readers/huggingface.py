@@ -12,27 +12,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from reshard.core.layout.block import Block, is_possible, shape_text
+from reshard.core.storage.base import COPY_AGAIN
+from reshard.core.storage.small import parse_json
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import BLOCKS, SHARDING_INFO
 from reshard.formats.entries import Extent
-from reshard.layout.block import Block, is_possible, shape_text
 from reshard.readers.listed import BlockList, nothing_readable
 from reshard.source.checkpoint import Checkpoint, TensorSpec
 from reshard.source.facts import Extras
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
-from reshard.storage.base import COPY_AGAIN
-from reshard.storage.small import parse_json
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     import re
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import SourceFile, Tensor
-    from reshard.storage.places import Place
 
 _MOST_FILES = 100_000
 _NOTES = {SHARDING_INFO, "DCP_VERSION"}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import Block, cover_fault
 from reshard.errors import SourceError, names
-from reshard.layout.block import Block, cover_fault
 from reshard.source.checkpoint import Shard
 from reshard.source.reshape import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Tensor, TensorSpec
 
 

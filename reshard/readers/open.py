@@ -9,6 +9,9 @@ from functools import partial as applied
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
+from reshard.core.storage.base import COPY_AGAIN, reading
+from reshard.core.storage.cipher import required
+from reshard.core.storage.places import AnyName, Place, as_place
 from reshard.errors import Option, SourceError, Text, UnansweredError, UsageError
 from reshard.expressions.quantized.methods import noting_method
 from reshard.formats.directories import (
@@ -41,9 +44,6 @@ from reshard.source.facts import Opening
 from reshard.source.made import made_of
 from reshard.source.probe import compare_contents
 from reshard.source.records import DIRECTORY, UNREADABLE_LEDGER, unfinished
-from reshard.storage.base import COPY_AGAIN, reading
-from reshard.storage.cipher import required
-from reshard.storage.places import AnyName, Place, as_place
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
@@ -55,10 +55,10 @@ S = TypeVar("S")
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.cipher import Cipher
     from reshard.readers.openers import Opener
     from reshard.source.made import Made
-    from reshard.storage.cipher import Cipher
 
 
 _WHOLE = {"*": "whole"}

@@ -25,9 +25,9 @@ import pickle
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
+from reshard.core.layout.block import MOST_DIMS
+from reshard.core.storage.small import is_text
 from reshard.errors import SourceError, bytes_text
-from reshard.layout.block import MOST_DIMS
-from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, names
 from reshard.formats.rank_dirs import Step
 from reshard.readers.open import open as open_checkpoint
@@ -13,15 +14,14 @@ from reshard.readers.ranks import index_ranks
 from reshard.source.assemble import assemble
 from reshard.source.checkpoint import Checkpoint, unreadable_in
 from reshard.source.facts import Opening
-from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import Place
     from reshard.formats.provenance import InputRecord, SourceRecord
     from reshard.source.made import Made
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
 
 

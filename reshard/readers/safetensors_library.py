@@ -12,17 +12,17 @@ from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.storage.base import Around
+from reshard.core.storage.places import any_store, can
 from reshard.dtypes import INT4
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.formats.safetensors import NAME
-from reshard.storage.base import Around
-from reshard.storage.places import any_store, can
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.core.storage.base import ReadStore
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.base import ReadStore
 
 _READ_BYTES = 64 << 20  # the most bytes of a tensor that a thread holds, if one row is not larger
 

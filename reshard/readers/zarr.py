@@ -19,6 +19,9 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.block import Block, shape_text
+from reshard.core.storage.base import truncated
+from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats import zarr
@@ -31,19 +34,16 @@ from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.chunks import Encoded, slab_bytes
 from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes, read_metadata, strings
 from reshard.formats.zarr.v2 import parse_json, parse_v2
-from reshard.layout.block import Block, shape_text
 from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.source.facts import Extras, Object
-from reshard.storage.base import truncated
-from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from reshard.layout.block import Shape
-    from reshard.storage.base import ReadStore, Status, Want
-    from reshard.storage.places import Place
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import ReadStore, Status, Want
+    from reshard.core.storage.places import Place
 
 _DEEPEST = 32
 _MOST_HELD = 64 << 20  # bytes of decoded chunks in a thread's cache, or one chunk

@@ -15,8 +15,9 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.block import shape_text
+from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.layout.block import shape_text
 from reshard.rules.fused_layout import indices, of_fused, of_parts, pieces, placed, zeros
 from reshard.rules.matching import match_names
 from reshard.rules.numbers import numbers_in, read_config
@@ -26,13 +27,12 @@ from reshard.rules.ranges import Ranges, layers_fault
 from reshard.source.checkpoint import Checkpoint, Shard, TensorSpec
 from reshard.source.facts import Origin
 from reshard.source.reshape import Shared, shards_in
-from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.core.layout.block import Block, Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Block, Shape
     from reshard.rules.fused_layout import FusedLayout
     from reshard.rules.matching import Bound, Use
     from reshard.rules.rule import Rule

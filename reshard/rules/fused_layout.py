@@ -12,17 +12,17 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.axes import position, row_major
+from reshard.core.layout.block import Block, shape_text
 from reshard.errors import SourceError
 from reshard.formats.entries import Extent
-from reshard.layout.axes import position, row_major
-from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Shard
 from reshard.source.reshape import laid, shards_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
     from reshard.source.checkpoint import Tensor
 
 

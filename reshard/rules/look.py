@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.layout.axes import position, row_major
+from reshard.core.layout.block import flat_boxes
+from reshard.core.layout.strided import read_strided
+from reshard.core.storage.cipher import store_of
 from reshard.formats.entries import wants_of
-from reshard.layout.axes import position, row_major
-from reshard.layout.block import flat_boxes
-from reshard.layout.strided import read_strided
-from reshard.storage.cipher import store_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.storage.base import ReadStore
     from reshard.formats.entries import Runs
     from reshard.source.checkpoint import Checkpoint, Tensor
-    from reshard.storage.base import ReadStore
 
 WHOLE_BYTES = 1 << 20
 """The most bytes of a tensor that are compared whole."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from operator import add, floordiv, mul, sub
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Option, Text, UsageError
-from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: add,

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.block import LONGEST_NAME
 from reshard.errors import UsageError
-from reshard.layout.block import LONGEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

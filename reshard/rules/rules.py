@@ -51,23 +51,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.arguments import checked
+from reshard.core.storage.base import similar
+from reshard.core.storage.places import RemotePath, as_place
+from reshard.core.storage.small import read_yaml
 from reshard.errors import Faults, UsageError, names
 from reshard.rules.numbers import Numbers, numbers_in, read_config
 from reshard.rules.patterns import families
 from reshard.rules.rule import Rule, is_number, is_word, parse_rule
 from reshard.spelling import did_you_mean, nearest
-from reshard.storage.base import similar
-from reshard.storage.places import RemotePath, as_place
-from reshard.storage.small import read_yaml
 from reshard.strategy.names import optimizer_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reshard.core.storage.places import AnyName
     from reshard.rules.derive import Derived
     from reshard.rules.rule import Number
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import AnyName
 
 VERSION = 1
 HEADER = "reshard-rules"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.block import shape_text
 from reshard.errors import UsageError, names, printable
-from reshard.layout.block import shape_text
 from reshard.strategy.names import no_match
 from reshard.upward import upward
 

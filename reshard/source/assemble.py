@@ -11,19 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import Block, shape_text
+from reshard.core.storage.base import COPY_AGAIN
 from reshard.errors import Faults, LayoutError, Option, SourceError, Text, names
 from reshard.formats.entries import Replica
-from reshard.layout.block import Block, shape_text
 from reshard.source.checkpoint import Sharding, Tensor, TensorSpec
-from reshard.storage.base import COPY_AGAIN
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.grid import Grid
     from reshard.formats.entries import Entry
-    from reshard.layout.block import Shape
-    from reshard.layout.grid import Grid
     from reshard.source.checkpoint import SourceFile
     from reshard.strategy.strategy import Strategy
 

@@ -11,24 +11,24 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.axes import factors
+from reshard.core.storage.base import Status
+from reshard.core.storage.cipher import Cipher
 from reshard.errors import SourceError, Text, UsageError, joined, names, parted
 from reshard.formats.entries import Extent, Replica
-from reshard.layout.axes import factors
 from reshard.source.facts import Extras, Opening
 from reshard.spelling import missing_name
-from reshard.storage.base import Status
-from reshard.storage.cipher import Cipher
 from reshard.strategy.names import matches, matching, no_match
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.core.layout.block import Block, Shape
+    from reshard.core.storage.base import Coding
     from reshard.dtypes import DType
     from reshard.formats.entries import FileIndex, Runs
-    from reshard.layout.block import Block, Shape
     from reshard.rules.lora import LoRA
     from reshard.source.facts import Origin
-    from reshard.storage.base import Coding
     from reshard.strategy.strategy import Strategy
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from reshard.core.layout.arrangement import Arrangement
+    from reshard.core.layout.layout import Layout
     from reshard.formats.rank_dirs import Step
-    from reshard.layout.arrangement import Arrangement
-    from reshard.layout.layout import Layout
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.source.checkpoint import Checkpoint, Tensor

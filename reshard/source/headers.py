@@ -16,25 +16,25 @@ from dataclasses import replace
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.storage.cipher import required, store_of
+from reshard.core.storage.decryption import MAGICS
+from reshard.core.storage.local import local_store
+from reshard.core.storage.places import in_batches, workers_at
+from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError
 from reshard.formats import REMOTE_HEAD, NothingReadableError, index_file
 from reshard.formats.directories import refuse_blocks
 from reshard.formats.entries import FileIndex, RangeReader
 from reshard.source.checkpoint import SourceFile
 from reshard.source.records import digest
-from reshard.storage.cipher import required, store_of
-from reshard.storage.decryption import MAGICS
-from reshard.storage.local import local_store
-from reshard.storage.places import in_batches, workers_at
-from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.storage.base import ReadStore, Status, Want
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import Place
     from reshard.formats.entries import Content, Entry, Runs
-    from reshard.storage.base import ReadStore, Status, Want
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import Place
 
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; other content, such as a hash table, may be huge
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.layout import whole
 from reshard.errors import Faults, Option, SourceError, Text, UsageError
-from reshard.layout.layout import whole
 from reshard.source.assemble import sharding_of, where
 from reshard.source.checkpoint import matched
 from reshard.source.facts import DAMAGED
@@ -29,10 +29,10 @@ from reshard.strategy.strategy import Placed, Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard.layout.block import Block, Shape
-    from reshard.layout.layout import Layout
+    from reshard.core.layout.block import Block, Shape
+    from reshard.core.layout.layout import Layout
+    from reshard.core.storage.places import Place
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.places import Place
 
 
 class Lack(NamedTuple):

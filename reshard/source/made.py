@@ -17,25 +17,25 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from reshard.core.storage.crc import crc_of_range
+from reshard.core.storage.places import any_store, as_place, workers_at
+from reshard.core.storage.small import read_small
+from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
 from reshard.formats.zarr.files import is_of_store
 from reshard.source.headers import contents_digest
 from reshard.source.records import DIRECTORY, Record, known, unreadable_ledger
 from reshard.source.records import digest as digest_of
-from reshard.storage.crc import crc_of_range
-from reshard.storage.places import any_store, as_place, workers_at
-from reshard.storage.small import read_small
-from reshard.storage.threads import map_ordered
 from reshard.strategy.schema import is_inner_path, parse, read, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.core.storage.places import Place
     from reshard.formats.provenance import Provenance
     from reshard.source.checkpoint import SourceFile
     from reshard.source.records import Range
-    from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
 
 VERSION = 2

@@ -30,23 +30,23 @@ from math import prod
 from operator import mul
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
+from reshard.core.layout.axes import row_major
+from reshard.core.layout.block import flat_boxes
+from reshard.core.storage.cipher import store_of
+from reshard.core.storage.places import can, in_batches
 from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.formats.entries import wants
-from reshard.layout.axes import row_major
-from reshard.layout.block import flat_boxes
 from reshard.source.assemble import unlisted_hint
 from reshard.source.facts import SampleStats
 from reshard.source.holdings import with_all_stages
-from reshard.storage.cipher import store_of
-from reshard.storage.places import can, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import ReadStore, Want
     from reshard.formats.entries import Replica
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.base import ReadStore, Want
 
 T = TypeVar("T")
 

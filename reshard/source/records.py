@@ -42,12 +42,12 @@ from shlex import join
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.storage.page_cache import boot_id
+from reshard.core.storage.places import can
+from reshard.core.storage.threads import map_ordered
+from reshard.core.storage.urls.listings import listings
+from reshard.core.storage.urls.remote import REQUESTS, remote_store
 from reshard.errors import SourceError, bytes_text
-from reshard.storage.page_cache import boot_id
-from reshard.storage.places import can
-from reshard.storage.threads import map_ordered
-from reshard.storage.urls.listings import listings
-from reshard.storage.urls.remote import REQUESTS, remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

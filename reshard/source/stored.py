@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.layout.axes import refined, row_major
+from reshard.core.layout.block import Block
+from reshard.core.layout.strided import read_strided
+from reshard.core.storage.cipher import store_of
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import SourceError
 from reshard.formats.entries import wants_of
-from reshard.layout.axes import refined, row_major
-from reshard.layout.block import Block
-from reshard.layout.strided import read_strided
-from reshard.storage.cipher import store_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import Coding
     from reshard.formats.entries import Runs
-    from reshard.layout.block import Shape
-    from reshard.storage.base import Coding
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import shape_text
+from reshard.core.layout.layout import Layout, least_shape
 from reshard.errors import Faults, LayoutError, StrategyError
-from reshard.layout.block import shape_text
-from reshard.layout.layout import Layout, least_shape
 from reshard.strategy.names import is_training_state, one_stage_advice, optimizer_states
 from reshard.upward import upward
 

@@ -22,12 +22,12 @@ from shlex import quote
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard.arguments import checked
+from reshard.core.layout.block import LONGEST_NAME
+from reshard.core.layout.layout import foldings
+from reshard.core.storage.base import reading
+from reshard.core.storage.places import AnyName, Place, as_place
+from reshard.core.storage.small import read_small, refuse_inputs, write_whole
 from reshard.errors import Faults, Option, ReshardError, StrategyError, Text, names
-from reshard.layout.block import LONGEST_NAME
-from reshard.layout.layout import foldings
-from reshard.storage.base import reading
-from reshard.storage.places import AnyName, Place, as_place
-from reshard.storage.small import read_small, refuse_inputs, write_whole
 from reshard.strategy.json_file import from_json, to_json
 from reshard.strategy.proto.messages import from_protobuf, to_protobuf
 from reshard.strategy.strategy import MOST_RANKS, MOST_STAGES, Placed, Strategy, agreed_devices, merged_names
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from reshard.layout.block import Shape
-    from reshard.layout.layout import Layout
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.layout import Layout
     from reshard.strategy.proto.messages import Unknown
     from reshard.strategy.strategy import Operator
 

@@ -7,10 +7,10 @@ import json
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.block import Shape, shape_text
+from reshard.core.layout.layout import Layout
+from reshard.core.storage.small import is_text, parse_json
 from reshard.errors import Faults, LayoutError, StrategyError, UsageError, names
-from reshard.layout.block import Shape, shape_text
-from reshard.layout.layout import Layout
-from reshard.storage.small import is_text, parse_json
 from reshard.strategy.proto.messages import flat
 from reshard.strategy.strategy import MOST_STAGES, Operator, Strategy
 

@@ -15,7 +15,7 @@ from reshard.spelling import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
     from reshard.source.checkpoint import Tensor
     from reshard.strategy.strategy import Strategy
 

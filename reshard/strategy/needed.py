@@ -13,17 +13,17 @@ from collections import defaultdict
 from itertools import product
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import Block
+from reshard.core.layout.layout import least_shape
+from reshard.core.layout.mesh import Mesh
+from reshard.core.layout.replicas import covering_ranks
 from reshard.errors import LayoutError, UsageError
-from reshard.layout.block import Block
-from reshard.layout.layout import least_shape
-from reshard.layout.mesh import Mesh
-from reshard.layout.replicas import covering_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from reshard.layout.block import Shape
-    from reshard.layout.layout import Layout
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.layout import Layout
     from reshard.strategy.strategy import Placed, Strategy
 
 Group = frozenset[int]
@@ -49,7 +49,7 @@ def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[
         UsageError: the target has no such rank.
         LayoutError: two layouts of a tensor cannot be of the same shape.
 
-    >>> from reshard.layout.layout import Layout
+    >>> from reshard.core.layout.layout import Layout
     >>> from reshard.strategy.strategy import Strategy
     >>> rows = Strategy.of({"w": Layout.of([2, 2], [1, -1])})
     >>> columns = Strategy.of({"w": Layout.of([4], [-1, 0])})
@@ -76,7 +76,7 @@ def lacking_ranks(
         UsageError: the target has no such rank.
         LayoutError: two layouts of a tensor cannot be of the same shape.
 
-    >>> from reshard.layout.layout import Layout
+    >>> from reshard.core.layout.layout import Layout
     >>> from reshard.strategy.strategy import Strategy
     >>> lacking_ranks(Strategy.of({"w": Layout.of([2, 2], [1, -1])}), None, 0, {0, 1})
     {2: ['w']}

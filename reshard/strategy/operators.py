@@ -29,14 +29,14 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.grid import MOST_DEVICES
+from reshard.core.layout.layout import Layout
 from reshard.errors import LayoutError
-from reshard.layout.grid import MOST_DEVICES
-from reshard.layout.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 Strategies = tuple[tuple[int, ...], ...]
 """For each input of an operator, the number of parts of each dimension."""

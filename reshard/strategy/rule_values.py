@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from reshard.core.layout.grid import MOST_DEVICES
+from reshard.core.layout.layout import Layout
+from reshard.core.layout.placements import is_placement, layout_of_placements, placement
 from reshard.errors import Faults, LayoutError, names
-from reshard.layout.grid import MOST_DEVICES
-from reshard.layout.layout import Layout
-from reshard.layout.placements import is_placement, layout_of_placements, placement
 from reshard.strategy.operators import OPERATORS, OperatorStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
 
     LayoutOf = Callable[[Shape], Layout]  # returns the layout of a tensor of a shape
 

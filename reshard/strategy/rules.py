@@ -52,13 +52,13 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.grid import MOST_DEVICES
+from reshard.core.layout.layout import Layout, whole
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import read_yaml
 from reshard.dtypes import by_name
 from reshard.errors import Faults, LayoutError, UsageError, names
-from reshard.layout.grid import MOST_DEVICES
-from reshard.layout.layout import Layout, whole
 from reshard.spelling import did_you_mean
-from reshard.storage.places import as_place
-from reshard.storage.small import read_yaml
 from reshard.strategy.names import matches, matching, no_match, optimizer_states
 from reshard.strategy.rule_values import (
     OPTIONS,
@@ -74,9 +74,9 @@ from reshard.strategy.rule_values import (
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import AnyName
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
-    from reshard.storage.places import AnyName
     from reshard.strategy.operators import OperatorStrategy
     from reshard.strategy.rule_values import LayoutOf, Options, Rule
 

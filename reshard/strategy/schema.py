@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from reshard.storage.small import is_text, parse_json
+from reshard.core.storage.small import is_text, parse_json
 
 
 class FormatError(ValueError):

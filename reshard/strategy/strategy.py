@@ -11,20 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.arguments import checked
+from reshard.core.layout.arrangement import Arranged, Arrangement
+from reshard.core.layout.block import shape_text
+from reshard.core.layout.grid import grid
+from reshard.core.layout.layout import Layout, foldings
+from reshard.core.layout.mesh import Mesh
 from reshard.errors import Faults, LayoutError, Option, StrategyError, Text, names
-from reshard.layout.arrangement import Arranged, Arrangement
-from reshard.layout.block import shape_text
-from reshard.layout.grid import grid
-from reshard.layout.layout import Layout, foldings
-from reshard.layout.mesh import Mesh
 from reshard.upward import upward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Unpack
 
-    from reshard.layout.block import Shape
-    from reshard.layout.grid import Grid
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.grid import Grid
     from reshard.strategy.diff import Diff
     from reshard.strategy.operators import OperatorStrategy
     from reshard.strategy.rule_values import Options, Rule

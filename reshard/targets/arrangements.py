@@ -7,19 +7,19 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
+from reshard.core.layout.arrangement import Arranged, Arrangement
+from reshard.core.layout.layout import Layout
+from reshard.core.layout.mesh import Mesh
+from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError
-from reshard.layout.arrangement import Arranged, Arrangement
-from reshard.layout.layout import Layout
-from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2.metadata import METADATA, Metadata
 from reshard.readers.runs import iteration_at
-from reshard.storage.places import as_place
 from reshard.strategy.schema import Count  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.strategy.strategy import MOST_RANKS
 
 if TYPE_CHECKING:
-    from reshard.layout.block import Shape
-    from reshard.storage.places import AnyName
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import AnyName
 
 
 @dataclass(frozen=True, slots=True)

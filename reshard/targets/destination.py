@@ -15,16 +15,16 @@ from reshard.formats.entries import FileLayout
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from reshard.core.layout.arrangement import Arrangement
+    from reshard.core.layout.block import Block, Shape
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
+    from reshard.core.storage.base import TargetCoding
+    from reshard.core.storage.cipher import Cipher
     from reshard.dtypes import DType
     from reshard.errors import Faults
     from reshard.formats.entries import Replica
-    from reshard.layout.arrangement import Arrangement
-    from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
-    from reshard.storage.base import TargetCoding
-    from reshard.storage.cipher import Cipher
 
 
 class TargetTensor(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.storage.places import as_place
 from reshard.errors import Option, Text, UsageError, joined
 from reshard.formats.entries import NamedFile, RankFiles, TargetFiles
 from reshard.formats.sets import CHECKPOINT2_NAME as CHECKPOINT2
@@ -28,7 +29,6 @@ from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import OrbaxTree, ZarrGroup
 from reshard.readers.checkpoint2 import NAME as CHECKPOINT2_NAME
 from reshard.readers.checkpoint2.metadata import METADATA
-from reshard.storage.places import as_place
 from reshard.strategy.schema import Count, InnerPath
 from reshard.strategy.schema import read as read_record
 from reshard.targets.checkpoint2 import Checkpoint2
@@ -36,8 +36,8 @@ from reshard.targets.checkpoint2 import Checkpoint2
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from reshard.core.storage.places import AnyName, Place
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import Destination
 
 RANKS = ("safetensors", "ckpt")

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import Block, shape_text
+from reshard.core.layout.replicas import stored_once
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats import by_name
 from reshard.formats.entries import Content, FileLayout, ShardFiles, SizedTensor
 from reshard.formats.sets import MAX_SHARD_BYTES, HuggingFaceSet, MindSporeSet
-from reshard.layout.block import Block, shape_text
-from reshard.layout.replicas import stored_once
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.strategy import Strategy
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
@@ -23,12 +23,12 @@ from reshard.targets.sidecars import Sidecars, shard_size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from reshard.core.layout.arrangement import Arrangement
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.grid import Grid
     from reshard.core.plan.plan import Request
     from reshard.errors import Faults
     from reshard.formats.entries import Replica
-    from reshard.layout.arrangement import Arrangement
-    from reshard.layout.block import Shape
-    from reshard.layout.grid import Grid
     from reshard.source.checkpoint import Checkpoint
     from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import Block
 from reshard.formats.entries import Content, FileLayout
-from reshard.layout.block import Block
 from reshard.targets.destination import Destination, TargetBlocks, TargetFile, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.cipher import Cipher
     from reshard.formats.entries import Format
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.cipher import Cipher
     from reshard.targets.destination import Assigned, TargetTensor
 
 

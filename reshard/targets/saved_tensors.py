@@ -19,9 +19,9 @@ from math import prod
 from struct import pack
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.axes import row_major
 from reshard.errors import UsageError
 from reshard.formats.entries import Crc
-from reshard.layout.axes import row_major
 from reshard.readers.pickles import Name
 from reshard.readers.torch_save.archive import LARGE, ending
 from reshard.readers.torch_save.tensors import STORAGES
@@ -30,8 +30,8 @@ from reshard.targets.pickling import Call, Persistent, pickled
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
 
 _STORAGES = {dtype: storage for storage, dtype in STORAGES.items()}
 _UNTYPED = {

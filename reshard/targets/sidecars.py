@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import read_small
 from reshard.errors import SourceError, bytes_text, names
 from reshard.expressions.model_config import with_dtypes, without_quantization
 from reshard.formats.directories import is_of_a_set
@@ -18,14 +20,12 @@ from reshard.formats.sets import MODEL_CONFIG, HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import OrbaxTree, ZarrGroup
 from reshard.readers.dcp.objects import contents
-from reshard.storage.places import as_place
-from reshard.storage.small import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.storage.places import Place
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
     from reshard.targets.destination import TargetTensor
 
 _NAMES = re.compile(

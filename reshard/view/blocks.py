@@ -16,10 +16,10 @@ from itertools import pairwise
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.block import Block, shape_text
+from reshard.core.layout.layout import least_shape
 from reshard.core.plan.bands import is_grid
 from reshard.errors import UsageError, names
-from reshard.layout.block import Block, shape_text
-from reshard.layout.layout import least_shape
 from reshard.view.svg import (
     GREY,
     Drawn,
@@ -41,8 +41,8 @@ from reshard.view.text import count_text
 from reshard.view.words import blocks_of, caption_words, cut_words, is_computed, placements_of
 
 if TYPE_CHECKING:
-    from reshard.layout.block import Shape
-    from reshard.layout.layout import Layout
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.layout import Layout
     from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.strategy.strategy import Placed, Strategy
 

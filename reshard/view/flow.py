@@ -15,9 +15,9 @@ from itertools import accumulate, islice
 from math import ceil, prod
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.layout.block import shape_text
 from reshard.core.plan.bands import is_grid
 from reshard.errors import bytes_text
-from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members
 from reshard.view.svg import GREY, Markup, Picture, cut, join, label, moved, rank_colour, ranks_label, tag, text_width
 from reshard.view.text import count_text

@@ -9,8 +9,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.block import shape_text
 from reshard.errors import PYTHON, LayoutError, bytes_text, spelled
-from reshard.layout.block import shape_text
 from reshard.strategy.names import group_members
 from reshard.view import words
 from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture
@@ -47,13 +47,13 @@ from reshard.view.verdict import below, conclusion
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.layout import Layout
     from reshard.core.plan.plan import Plan, Transfer
+    from reshard.core.run.graph import Graph
+    from reshard.core.run.settings import Report
     from reshard.core.verify.difference import Difference
     from reshard.core.verify.verification import Verification
-    from reshard.layout.block import Shape
-    from reshard.layout.layout import Layout
-    from reshard.run.graph import Graph
-    from reshard.run.settings import Report
     from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.targets.destination import TargetFile
     from reshard.view.svg import Picture

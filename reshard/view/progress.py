@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TextIO
 
-    from reshard.run.settings import Progress
+    from reshard.core.run.settings import Progress
 
 READING = "reading headers and planning"
 """The name of the phase before a run."""
@@ -165,7 +165,7 @@ def _plain_bar(words: tuple[str, str]) -> Iterator[Callable[[Progress], None]]:
 def _line(phase: str, state: Progress, width: int) -> str:
     """Return the line of a bar; if it does not fit, the bar is shorter or left out, and the text is cut.
 
-    >>> from reshard.run.settings import Progress
+    >>> from reshard.core.run.settings import Progress
     >>> state = Progress(written=3_000_000, total=4_000_000, seconds=2.0)
     >>> _line("writing", state, 64)
     'writing [#####..]  75%  3.0 MB of 4.0 MB, 1.5 MB/s, 0:00:01 left'
@@ -231,7 +231,7 @@ def pace(state: Progress) -> str:
 
     The rate is averaged over this whole run, since tasks finish in bursts. It excludes bytes of an earlier run.
 
-    >>> from reshard.run.settings import Progress
+    >>> from reshard.core.run.settings import Progress
     >>> pace(Progress(written=3_000_000, total=4_000_000, seconds=2.0, resumed=1_000_000))
     '3.0 MB of 4.0 MB, 1.0 MB/s, 0:00:01 left'
     """

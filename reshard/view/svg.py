@@ -18,8 +18,8 @@ from importlib.resources import files
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, TypeVar
 
+from reshard.core.storage.places import as_place
 from reshard.errors import printable
-from reshard.storage.places import as_place
 from reshard.strategy.names import group_names
 from reshard.view.notebook.search import FEWEST, packed, script
 from reshard.view.text import NUMBERS, count_text, shortened

@@ -13,10 +13,10 @@ from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.block import Block
 from reshard.core.plan.select import kinds
 from reshard.errors import Text, UsageError, bytes_text, joined, names, printable
 from reshard.formats.entries import Replica
-from reshard.layout.block import Block
 from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched, unreadable_in
 from reshard.source.facts import Opening
 from reshard.source.reshape import stacked_axes
@@ -29,9 +29,9 @@ from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, lay
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
+    from reshard.core.layout.block import Shape
     from reshard.formats.entries import Entry
     from reshard.formats.rank_dirs import Step
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import SourceFile
 
 _SORTED: dict[str, Callable[[str, int], Any]] = {

@@ -11,21 +11,21 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.block import Block
 from reshard.core.plan.changes import changes_of, described, left_out_text
 from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
 from reshard.formats.sets import DCP_NAME, UNIVERSAL_NAME
 from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import OrbaxTree
-from reshard.layout.block import Block
 from reshard.strategy.names import group_names, ranges_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.core.plan.plan import Plan
+    from reshard.core.run.settings import Report
     from reshard.formats.rank_dirs import Step
-    from reshard.run.settings import Report
     from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.source.facts import SampleStats
 
@@ -142,7 +142,7 @@ def _columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
 def plain(value: object) -> Any:
     """Convert a value to plain data for JSON: named tuples and blocks to dicts, other sequences to lists.
 
-    >>> from reshard.layout.block import Block
+    >>> from reshard.core.layout.block import Block
     >>> plain((Block((0, 4), (2, 8)), "w", None))
     [{'start': [0, 4], 'stop': [2, 8]}, 'w', None]
     """

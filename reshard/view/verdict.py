@@ -6,10 +6,10 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import shape_text
 from reshard.core.plan.changes import described
 from reshard.dtypes import BY_NAME
 from reshard.errors import PYTHON, Option, Text, bytes_text, printable, spelled
-from reshard.layout.block import shape_text
 from reshard.view.text import count_text, fields_data, folded_text, near, of_ranks
 
 if TYPE_CHECKING:

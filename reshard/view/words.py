@@ -11,11 +11,11 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import shape_text
 from reshard.core.plan.bands import is_grid
 from reshard.core.plan.changes import changes_of
 from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import LayoutError, printable
-from reshard.layout.block import shape_text
 from reshard.source.checkpoint import stored_files
 from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_names, ranges_text
@@ -24,10 +24,10 @@ from reshard.view.text import count_text, fields_data, plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.layout.block import Block, Shape
+    from reshard.core.layout.layout import Layout
     from reshard.core.plan.plan import Plan
-    from reshard.layout.block import Block, Shape
-    from reshard.layout.layout import Layout
-    from reshard.run.settings import Report
+    from reshard.core.run.settings import Report
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.strategy.strategy import Placed, Strategy
 
@@ -46,7 +46,7 @@ N pieces or, with -1, into one for each rank that would hold the same"""
 def raw_text(layout: Layout) -> str:
     """Write a layout in the notation of strategy files.
 
-    >>> from reshard.layout.layout import Layout
+    >>> from reshard.core.layout.layout import Layout
     >>> raw_text(Layout.of([2, 4], [1, -1]))
     '[2, 4] map [1, -1]'
     """
@@ -59,7 +59,7 @@ def raw_text(layout: Layout) -> str:
 def layout_words(layout: Layout) -> str:
     """Describe how a layout cuts a tensor.
 
-    >>> from reshard.layout.layout import Layout
+    >>> from reshard.core.layout.layout import Layout
     >>> layout_words(Layout.of([2, 4], [1, -1])), layout_words(Layout.of([4], [-1])), layout_words(Layout.of([1], [-1]))
     ('rows / 2 × 4 copies', 'whole × 4 copies', 'whole')
     >>> layout_words(Layout.of([2, 2, 2], [2, 1], -1)), layout_words(Layout.of([4], [-1, 0, -1]))
@@ -80,7 +80,7 @@ def layout_words(layout: Layout) -> str:
 def caption_words(layout: Layout) -> str:
     """Describe a layout above a picture: how it cuts a tensor, and the mesh of its ranks.
 
-    >>> from reshard.layout.layout import Layout
+    >>> from reshard.core.layout.layout import Layout
     >>> caption_words(Layout.of([2, 2, 2], [-1, 1])), caption_words(Layout.of([4], [0, -1]))
     ('columns / 2 × 4 copies; 8 ranks as a mesh of 2 × 2 × 2', 'rows / 4')
     """
@@ -92,7 +92,7 @@ def caption_words(layout: Layout) -> str:
 def placement_words(layout: Layout) -> str:
     """Write a layout as PyTorch does: a placement for each axis of the device mesh.
 
-    >>> from reshard.layout.layout import Layout
+    >>> from reshard.core.layout.layout import Layout
     >>> placement_words(Layout.of([2, 4], [1, -1])), placement_words(Layout.of([2, 2], [(1, 0), -1]))
     ('Shard(0), Replicate()', 'Shard(0), Shard(0)')
     """
@@ -249,7 +249,7 @@ def strategy_text(strategy: Strategy, title: str, *, raw: bool = False) -> str:
         title: the name of its file.
         raw: write the device matrix and tensor map of each layout, too.
 
-    >>> from reshard.layout.layout import Layout
+    >>> from reshard.core.layout.layout import Layout
     >>> from reshard.strategy.strategy import Strategy
     >>> print(strategy_text(Strategy.of({f"h.{i}.w": Layout.of([2], [0, -1]) for i in range(4)}), "s.ckpt"))
     s.ckpt: 4 tensors over 2 ranks (0-1): 1 stage of 2 devices

@@ -21,8 +21,8 @@ from stopped_runs import SOURCE as STRATEGY
 from stopped_runs import TARGET, small_tasks, source, stopped
 
 import reshard
+from reshard.core.storage.local import local_store
 from reshard.errors import MissingNameError, ReshardError, UsageError
-from reshard.storage.local import local_store
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
@@ -267,8 +267,8 @@ def test_the_log_tells_of_files_that_are_resumed(
 
 
 def test_the_log_tells_of_retries(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard.storage.urls import retries
-    from reshard.storage.urls.remote import remote_store
+    from reshard.core.storage.urls import retries
+    from reshard.core.storage.urls.remote import remote_store
 
     server = ScriptedServer()
     monkeypatch.setattr(retries, "_FIRST_DELAY", 0.01)

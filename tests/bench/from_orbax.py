@@ -56,7 +56,7 @@ from concurrent.futures import ThreadPoolExecutor
 from numcodecs import zstd
 from reshard.formats.zarr.files import StoreFiles
 from reshard.readers.orbax.ocdbt import Database
-from reshard.storage.places import as_place
+from reshard.core.storage.places import as_place
 place = as_place(sys.argv[1])
 values = Database(place, StoreFiles(place)).values
 def decode(value):

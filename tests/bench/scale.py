@@ -103,7 +103,7 @@ _TASKS = """
 import sys, time
 import reshard
 from reshard.core.plan import budget
-from reshard.run.clusters.connect import connected
+from reshard.core.run.clusters.connect import connected
 source, before, after, out, cluster = sys.argv[1:]
 if __name__ == "__main__":  # workers import this
     budget.TASK_BYTES, budget.MOST_TASKS = 1, 10_000

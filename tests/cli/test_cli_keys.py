@@ -18,12 +18,12 @@ from commands import Case, call, done, proposed
 from refusals import failed, refused
 
 import reshard
+from reshard.core.storage import cipher as cipher_module
+from reshard.core.storage.cipher import Cipher, read_key
+from reshard.core.storage.decryption import MAGICS
+from reshard.core.storage.places import LocalPath
 from reshard.errors import SourceError, UsageError
 from reshard.source.headers import key_of
-from reshard.storage import cipher as cipher_module
-from reshard.storage.cipher import Cipher, read_key
-from reshard.storage.decryption import MAGICS
-from reshard.storage.places import LocalPath
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,7 +100,7 @@ def test_there_and_back_in_every_mode(
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.storage.cipher.BLOCK_BYTES", 1000)  # many blocks, and none that fits
+    monkeypatch.setattr("reshard.core.storage.cipher.BLOCK_BYTES", 1000)  # many blocks, and none that fits
 
 
 def test_every_command_that_reads_takes_the_key(

@@ -13,8 +13,8 @@ from commands import Case, call, done
 from refusals import failed, refused
 
 import reshard
+from reshard.core.layout.layout import Layout
 from reshard.errors import UsageError
-from reshard.layout.layout import Layout
 from reshard.strategy.diff import check, diff
 from reshard.strategy.rules import layouts_from_file
 from reshard.strategy.strategy import Strategy

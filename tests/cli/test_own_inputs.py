@@ -20,8 +20,8 @@ from reshard import Layout, Strategy
 from reshard.cli.commands import OUTPUTS
 from reshard.cli.main import cli
 from reshard.cli.values import PathType
+from reshard.core.storage.small import is_within, refuse_inputs
 from reshard.errors import TargetError
-from reshard.storage.small import is_within, refuse_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

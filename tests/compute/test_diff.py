@@ -22,8 +22,8 @@ from reshard.compute import differences
 from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes
 from reshard.compute.moments import CHUNK
 from reshard.compute.pairs import PairMeter
+from reshard.core.layout.block import Block
 from reshard.dtypes import BY_NAME
-from reshard.layout.block import Block
 from reshard.source.stored import StoredBlock, StoredTensor
 from reshard.view.text import table_lines
 

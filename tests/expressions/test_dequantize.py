@@ -21,12 +21,12 @@ from refusals import failed, refused
 import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.api.checkpoints import record_of
+from reshard.core.layout.block import Block
 from reshard.core.plan import budget
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
 from reshard.expressions.operand import Operand
 from reshard.expressions.quantized import scaled
 from reshard.expressions.quantized.scaled import ScaledBlocks
-from reshard.layout.block import Block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

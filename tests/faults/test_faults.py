@@ -28,13 +28,13 @@ from injected import change
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan import budget
-from reshard.storage.base import PARTIAL
+from reshard.core.storage.base import PARTIAL
 from reshard.strategy.files import write_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.run.run import Progress
+    from reshard.core.run.run import Progress
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -32,7 +32,7 @@ from reshard.targets.zarr import source_record
 if TYPE_CHECKING:
     from faulty import Faults
 
-    from reshard.run.run import Progress
+    from reshard.core.run.run import Progress
 
 __all__ = ["source", "tasks"]  # fixtures, for pytest to find
 

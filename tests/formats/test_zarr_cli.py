@@ -19,8 +19,8 @@ from zarr_stores import FULL, SOURCE, TARGET, invoke, source
 
 import reshard
 from reshard import ZarrGroup
+from reshard.core.run.session import Session
 from reshard.errors import UsageError
-from reshard.run.session import Session
 
 __all__ = ["source"]  # fixtures, for pytest to find
 

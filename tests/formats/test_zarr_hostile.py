@@ -16,9 +16,9 @@ from checkpoints import write_file
 from refusals import failed, refused
 
 import reshard
+from reshard.core.storage.places import as_place
 from reshard.errors import SourceError
 from reshard.readers.zarr import store_notes
-from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,11 +21,11 @@ from zarr_stores import invoke, source
 
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
+from reshard.core.layout.block import Block
 from reshard.dtypes import BFLOAT16
 from reshard.errors import BudgetError
 from reshard.formats import by_name
 from reshard.formats.entries import Content
-from reshard.layout.block import Block
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,10 +22,10 @@ import reshard
 from reshard import Layout, Strategy, ZarrGroup
 from reshard.core.plan import budget
 from reshard.core.plan.partition import partitioned
+from reshard.core.storage.urls import remote
+from reshard.core.storage.urls.s3 import upload_parts
+from reshard.core.storage.urls.s3.upload_parts import LEAST_PART_BYTES
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
-from reshard.storage.urls import remote
-from reshard.storage.urls.s3 import upload_parts
-from reshard.storage.urls.s3.upload_parts import LEAST_PART_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.layout.block import Block, cover_fault, flat_boxes
+from reshard.core.layout.block import Block, cover_fault, flat_boxes
 
 
 @st.composite

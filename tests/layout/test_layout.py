@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
+from reshard.core.layout.block import Block
+from reshard.core.layout.grid import grid, map_text
+from reshard.core.layout.layout import Layout, foldings, whole
 from reshard.errors import LayoutError
-from reshard.layout.block import Block
-from reshard.layout.grid import grid, map_text
-from reshard.layout.layout import Layout, foldings, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 
 def texts(layout: Layout, *shape: int) -> list[str]:

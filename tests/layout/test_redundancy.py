@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from refusals import refused
 
 import reshard
+from reshard.core.layout.layout import Layout, whole
+from reshard.core.layout.replicas import by_size, by_turns, replica_groups, stored_once
 from reshard.errors import LayoutError
-from reshard.layout.layout import Layout, whole
-from reshard.layout.replicas import by_size, by_turns, replica_groups, stored_once
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.layout.block import Shape
-    from reshard.layout.grid import Grid
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.grid import Grid
 
 
 def test_ranks_of_the_same_block_are_a_group() -> None:

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.layout import strided
-from reshard.layout.strided import Ahead, read_strided
+from reshard.core.layout import strided
+from reshard.core.layout.strided import Ahead, read_strided
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 CONTENT = np.random.default_rng(0).bytes(1 << 16)
 

@@ -105,7 +105,7 @@ def test_encrypted_files_are_converted_with_their_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     pytest.importorskip("cryptography")
-    monkeypatch.setattr("reshard.storage.cipher.BLOCK_BYTES", 64)
+    monkeypatch.setattr("reshard.core.storage.cipher.BLOCK_BYTES", 64)
     path = tmp_path / "x.ckpt"
     given = tensors()
     ms.save_checkpoint(given, path, enc_key=KEY, enc_mode=mode)

@@ -92,7 +92,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("reshard.storage.local.os.pwrite", fail)
+    monkeypatch.setattr("reshard.core.storage.local.os.pwrite", fail)
     with refused(reshard.ReshardError, "cannot-write", path):
         ms.save_checkpoint({"w": np.ones(3, np.float32)}, path)
     assert [p.name for p in tmp_path.iterdir()] == ["x.ckpt"]

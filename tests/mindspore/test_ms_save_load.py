@@ -79,7 +79,7 @@ def test_what_is_encrypted_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, crc: bool
 ) -> None:
     pytest.importorskip("cryptography")
-    monkeypatch.setattr("reshard.storage.cipher.BLOCK_BYTES", 100)  # many blocks
+    monkeypatch.setattr("reshard.core.storage.cipher.BLOCK_BYTES", 100)  # many blocks
     path = str(tmp_path / "x.ckpt")
     ms.save_checkpoint(tensors_ := tensors(), path, enc_key=KEY, enc_mode=mode, crc_check=crc)
     assert b"layer.float32" not in (tmp_path / "x.ckpt").read_bytes()

@@ -22,14 +22,14 @@ from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
 import reshard.mindspore as ms
-from reshard.layout.layout import Layout
+from reshard.core.layout.layout import Layout
 from reshard.mindspore.strategy import ParallelLayouts
 from reshard.strategy.strategy import Placed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -19,8 +19,8 @@ from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
 import reshard.mindspore as ms
+from reshard.core.layout.layout import Layout
 from reshard.errors import StrategyError
-from reshard.layout.layout import Layout
 from reshard.mindspore.strategy import ParallelLayouts, layout_of
 from reshard.strategy.proto import message_class
 from reshard.strategy.strategy import Placed
@@ -28,7 +28,7 @@ from reshard.strategy.strategy import Placed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 needs_mindspore = pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore")
 

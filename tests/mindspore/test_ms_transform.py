@@ -18,8 +18,8 @@ from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
 import reshard.mindspore as ms
+from reshard.core.layout.layout import Layout
 from reshard.errors import SourceError, StrategyError, TargetError, UsageError
-from reshard.layout.layout import Layout
 from reshard.mindspore.arguments import check_order
 from reshard.strategy.strategy import Placed, Strategy
 

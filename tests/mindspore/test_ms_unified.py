@@ -17,9 +17,9 @@ from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
 import reshard.mindspore as ms
+from reshard.core.layout.layout import Layout
 from reshard.errors import SourceError, StrategyError, UsageError
 from reshard.formats.sets import HuggingFaceSet
-from reshard.layout.layout import Layout
 from reshard.mindspore.network import NetworkError
 from reshard.strategy.strategy import Strategy
 

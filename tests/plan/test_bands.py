@@ -10,8 +10,8 @@ from generators import laid_out, layouts, shapes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.core.layout.block import Block
 from reshard.core.plan.bands import Recipe, is_grid
-from reshard.layout.block import Block
 
 
 def carry_out(recipe: Recipe, axis: int, cuts: list[int]) -> list[np.ndarray]:

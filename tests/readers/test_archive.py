@@ -19,12 +19,12 @@ import pytest
 from dcp_files import item, record_places, without_sums, zip_records
 from refusals import refused
 
+from reshard.core.storage.base import Around
+from reshard.core.storage.places import any_store
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.readers.torch_save import archive
 from reshard.readers.torch_save.archive import Archives, ZipPart
-from reshard.storage.base import Around
-from reshard.storage.places import any_store
 from reshard.targets.saved_tensors import saved_tensor, saved_text
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from remotes import Requests
 
+    from reshard.core.storage.places import Place
     from reshard.readers.catalog import StoredCheckpoint
-    from reshard.storage.places import Place
 
 CUT = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
 FULL = numbers({"w": (8, 6), "b": (5,)})

@@ -15,9 +15,9 @@ import pytest
 from checkpoints import assert_equal
 
 import reshard
+from reshard.core.storage.places import any_store, as_place
 from reshard.formats.zarr.files import StoreFiles
 from reshard.readers.orbax.ocdbt import Database
-from reshard.storage.places import any_store, as_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

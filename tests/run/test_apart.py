@@ -118,7 +118,7 @@ def test_a_file_alone_that_failed_is_gone_on_with(folder: Path, monkeypatch: pyt
         raise TargetError("a full disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr("reshard.storage.local.LocalStore.publish", fail)
+        patch.setattr("reshard.core.storage.local.LocalStore.publish", fail)
         assert call(*command).exit_code == 6
     done(*command)
     assert {str(path.relative_to(folder)) for path in folder.rglob("*")} == {*map(str, before), "out.ckpt"}

@@ -30,13 +30,13 @@ from reshard import Layout, Strategy
 from reshard.core.plan import budget
 from reshard.core.plan import partition as tasks_of
 from reshard.core.plan.plan import file_digests
+from reshard.core.run import executor, graph, tasks
+from reshard.core.run.clusters import connect, waking, workers
+from reshard.core.run.settings import TaskOptions
+from reshard.core.storage.local import _LocalSink
+from reshard.core.storage.page_cache import cache_of
+from reshard.core.storage.threads import live_runs
 from reshard.errors import ReshardError, SourceError, TargetError
-from reshard.run import executor, graph, tasks
-from reshard.run.clusters import connect, waking, workers
-from reshard.run.settings import TaskOptions
-from reshard.storage.local import _LocalSink
-from reshard.storage.page_cache import cache_of
-from reshard.storage.threads import live_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -211,7 +211,7 @@ def test_a_failure_on_a_worker_leaves_nothing(
         os.truncate(path, 1 << 16)
         return cached
 
-    monkeypatch.setattr("reshard.run.run.check_workers", then_cut)  # just before they begin
+    monkeypatch.setattr("reshard.core.run.run.check_workers", then_cut)  # just before they begin
     with pytest.raises((SourceError, TargetError)) as caught:
         plan.run(tmp_path / "out", client=wired[1], partition=partition)
     assert caught.value.code in {"truncated", "source-changed"}
@@ -369,7 +369,7 @@ def test_a_worker_that_came_late_and_sees_another_target_writes_nothing(
         return execute(*arguments, **options)
 
     execute = executor.execute
-    monkeypatch.setattr("reshard.run.run.execute", unseen)
+    monkeypatch.setattr("reshard.core.run.run.execute", unseen)
     with refused(TargetError, "different-directory", tmp_path / "out"):
         made.run(tmp_path / "out", client=wired[1])
     assert not list(tmp_path.rglob("*.safetensors"))

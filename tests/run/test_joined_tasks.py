@@ -19,8 +19,8 @@ from reshard import Layout, Strategy
 from reshard.core.plan import budget, partition
 from reshard.core.plan.partition import partitioned
 from reshard.core.plan.uploads import sending
-from reshard.run import graph
-from reshard.run.settings import TaskOptions
+from reshard.core.run import graph
+from reshard.core.run.settings import TaskOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,11 +10,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from stopped_runs import small_tasks
 
-from reshard.run.ledger import Ledger
-from reshard.run.sums import longest, sum_of
+from reshard.core.run.ledger import Ledger
+from reshard.core.run.sums import longest, sum_of
+from reshard.core.storage.crc import crc32c
 from reshard.source import records
 from reshard.source.records import DIRECTORY, Record, known
-from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

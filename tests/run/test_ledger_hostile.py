@@ -12,9 +12,9 @@ from stopped_runs import TARGET, small_tasks, source, stopped
 
 import reshard
 from reshard.core.plan.plan import file_digests
+from reshard.core.storage.base import unfinished_path
 from reshard.errors import TargetError
 from reshard.source.records import DIRECTORY
-from reshard.storage.base import unfinished_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,9 +16,9 @@ from refusals import refused
 from remotes import COLUMNS, FULL, ROWS, get
 
 import reshard
+from reshard.core.run import locks
+from reshard.core.run.locks import LockObjects
 from reshard.errors import TargetError
-from reshard.run import locks
-from reshard.run.locks import LockObjects
 from reshard.source.records import DIRECTORY
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ def test_a_lock_is_refreshed_while_the_run_goes_on(root: str, monkeypatch: pytes
 
 
 def test_the_lock_of_a_process_that_has_ended_here_counts_for_nothing(bucket: str) -> None:
-    script = f"import os\nfrom reshard.run.locks import LockObjects\nLockObjects({bucket!r}).take(['a'])\nos._exit(9)"
+    script = (
+        f"import os\nfrom reshard.core.run.locks import LockObjects\nLockObjects({bucket!r}).take(['a'])\nos._exit(9)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 9
     assert len(objects(bucket)) == 1
     held = LockObjects(bucket)

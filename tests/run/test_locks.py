@@ -14,9 +14,9 @@ from refusals import refused
 from stopped_runs import FULL, TARGET, small_tasks, source
 
 import reshard
+from reshard.core.run import locks
+from reshard.core.run.locks import LockFile
 from reshard.errors import TargetError
-from reshard.run import locks
-from reshard.run.locks import LockFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
 _HOLD = """
 import sys
-from reshard.run import locks
-from reshard.run.locks import LockFile
+from reshard.core.run import locks
+from reshard.core.run.locks import LockFile
 locks = LockFile(sys.argv[1])
 locks.take(sys.argv[2:])
 print("locked", flush=True)

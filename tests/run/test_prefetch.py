@@ -10,9 +10,9 @@ from checkpoints import write_file
 
 import reshard
 from reshard.core.plan import budget
+from reshard.core.storage import page_cache
+from reshard.core.storage.local import LocalStore
 from reshard.formats.entries import merged
-from reshard.storage import page_cache
-from reshard.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from pathlib import Path

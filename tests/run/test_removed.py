@@ -17,9 +17,9 @@ from remotes import get
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.core.run.ledger import Ledger
+from reshard.core.run.session import Session
 from reshard.errors import TargetError
-from reshard.run.ledger import Ledger
-from reshard.run.session import Session
 
 if TYPE_CHECKING:
     from pathlib import Path

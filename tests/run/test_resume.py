@@ -38,25 +38,25 @@ from stopped_runs import (
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.layout.block import Block
 from reshard.core.plan import budget, partition
 from reshard.core.plan.bands import Recipe
 from reshard.core.plan.partition import bytes_left, remaining
 from reshard.core.plan.plan import file_digests
+from reshard.core.run.preflight import Do, files_with, preflight
+from reshard.core.run.settings import RunOptions
+from reshard.core.run.sums import spans_of
+from reshard.core.storage.base import PARTIAL, unfinished_path
+from reshard.core.storage.crc import crc32c
 from reshard.errors import TargetError, bytes_text
 from reshard.formats.entries import covers
-from reshard.layout.block import Block
-from reshard.run.preflight import Do, files_with, preflight
-from reshard.run.settings import RunOptions
-from reshard.run.sums import spans_of
 from reshard.source import records
-from reshard.storage.base import PARTIAL, unfinished_path
-from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.core.plan.plan import Plan
-    from reshard.run.run import Progress
+    from reshard.core.run.run import Progress
 
 __all__ = ["command", "small_tasks", "source", "written"]  # fixtures, for pytest to find
 
@@ -324,7 +324,7 @@ def test_no_checksum_is_made_up(source: reshard.Checkpoint, tmp_path: Path) -> N
 
 _SIGNALLED = """
 import os, sys
-from reshard.core.plan import budget; from reshard.run import session as resume
+from reshard.core.plan import budget; from reshard.core.run import session as resume
 from faulty import Faults, MonkeyPatch, install
 budget.TASK_BYTES, budget.BAND_BYTES, resume.FLUSH_SECONDS = 512, 256, 0
 faults = Faults()

@@ -13,8 +13,8 @@ from stopped_runs import FULL, TARGET, Written, small_tasks, source, stopped, ti
 
 import reshard
 from reshard.core.plan.plan import file_digests
+from reshard.core.storage.base import unfinished_path
 from reshard.errors import BudgetError, bytes_text
-from reshard.storage.base import unfinished_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,17 +21,17 @@ from samples import examples
 
 import reshard
 from reshard import Layout, Strategy, plan
+from reshard.core.run import engine, graph
+from reshard.core.storage import local as store
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, TargetError, UsageError
 from reshard.formats import ckpt
 from reshard.formats.entries import Content
-from reshard.run import engine, graph
-from reshard.storage import local as store
 
 if TYPE_CHECKING:
     from faulty import Faults
 
-    from reshard.run.settings import Receipt
+    from reshard.core.run.settings import Receipt
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
@@ -399,7 +399,7 @@ print(plan.stats.peak_memory, int(peak.split()[1]) * 1024)
 
 def test_an_encrypted_source(tmp_path: Path, mindspore_data: Path) -> None:
     pytest.importorskip("cryptography")
-    from reshard.storage.cipher import Cipher
+    from reshard.core.storage.cipher import Cipher
 
     path = mindspore_data / "encrypted" / "aes-gcm.ckpt"
     with refused(SourceError, "encrypted", path):

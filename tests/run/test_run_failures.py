@@ -17,9 +17,9 @@ from refusals import refused
 
 import reshard
 from reshard import plan
+from reshard.core.run import tasks
+from reshard.core.storage.base import stem_of_unfinished
 from reshard.errors import BudgetError, TargetError
-from reshard.run import tasks
-from reshard.storage.base import stem_of_unfinished
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 

@@ -14,10 +14,10 @@ from stopped_runs import SOURCE, TARGET, call, command, small_tasks, source, sto
 
 import reshard
 from reshard.core.plan.plan import file_digests
+from reshard.core.run import graph
+from reshard.core.run.tasks import create_files
+from reshard.core.storage.base import PARTIAL, stem_of_unfinished, unfinished_path, unfinished_stem
 from reshard.errors import ReshardError, TargetError
-from reshard.run import graph
-from reshard.run.tasks import create_files
-from reshard.storage.base import PARTIAL, stem_of_unfinished, unfinished_path, unfinished_stem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

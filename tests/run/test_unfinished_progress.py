@@ -18,8 +18,8 @@ from stopped_runs import SOURCE, TARGET, small_tasks, source, stopped  # noqa: F
 import reshard
 from reshard import SourceError
 from reshard.cli.commands import TYPED, Command
+from reshard.core.run.ledger import Ledger
 from reshard.readers.catalog import stored_checkpoints
-from reshard.run.ledger import Ledger
 from reshard.source.records import Record, known, unfinished
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan.partition import partitioned
 from reshard.core.plan.uploads.sending import requests_of
+from reshard.core.run.ledger import Ledger
+from reshard.core.storage.urls.failures import StoreError
+from reshard.core.storage.urls.s3 import upload_parts
+from reshard.core.storage.urls.s3.client import S3Client
+from reshard.core.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, parts_of
 from reshard.errors import BudgetError, ChangedError, TargetError
-from reshard.run.ledger import Ledger
-from reshard.storage.urls.failures import StoreError
-from reshard.storage.urls.s3 import upload_parts
-from reshard.storage.urls.s3.client import S3Client
-from reshard.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, parts_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,7 +178,7 @@ STOPPED = """
 import sys, time
 sys.path[:0] = {path!r}
 import reshard
-from reshard.storage.urls.s3.client import S3Client
+from reshard.core.storage.urls.s3.client import S3Client
 from test_uploads import COLUMNS, QUARTERS
 send, calls = S3Client.send_part, []
 

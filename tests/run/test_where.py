@@ -18,8 +18,8 @@ from refusals import failed, refused
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.run import executor
 from reshard.errors import ReshardError, SourceError, UsageError
-from reshard.run import executor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -262,5 +262,5 @@ def test_the_command(folder: Path, tmp_path: Path, running: Cluster, monkeypatch
     failed(2, "conflicting-options", "convert", folder / "src", tmp_path / "g", "--cluster", file, "--threads", "2")
     failed(2, "usage", "convert", folder / "src", tmp_path / "g", "--cluster", "nowhere.json")
     monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", "tcp://127.0.0.1:9")
-    monkeypatch.setattr("reshard.run.clusters.connect.REACHED_WITHIN", 1)
+    monkeypatch.setattr("reshard.core.run.clusters.connect.REACHED_WITHIN", 1)
     failed(1, "not-reachable", "stats", folder / "src", "--source-strategy", folder / "before.ckpt")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from checkpoints import write_file
 
+from reshard.core.storage.base import Around
+from reshard.core.storage.places import AnyStore, any_store
 from reshard.formats import ckpt, index_file
 from reshard.source import headers
 from reshard.source.headers import Headers
-from reshard.storage.base import Around
-from reshard.storage.places import AnyStore, any_store
 
 if TYPE_CHECKING:
     from pathlib import Path

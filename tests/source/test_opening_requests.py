@@ -12,13 +12,13 @@ from remotes import put
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan.partition import partitioned
+from reshard.core.run.beside import with_neighbours
+from reshard.core.run.preflight import preflight
+from reshard.core.run.settings import RunOptions
+from reshard.core.storage.places import as_place
+from reshard.core.storage.urls.filesystems import FileSystemClient
 from reshard.formats import index_file
-from reshard.run.beside import with_neighbours
-from reshard.run.preflight import preflight
-from reshard.run.settings import RunOptions
 from reshard.source import headers
-from reshard.storage.places import as_place
-from reshard.storage.urls.filesystems import FileSystemClient
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.storage import crc
-from reshard.storage.crc import combine, crc32, crc32c
+from reshard.core.storage import crc
+from reshard.core.storage.crc import combine, crc32, crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

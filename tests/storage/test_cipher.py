@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-import reshard.storage.cipher
-import reshard.storage.decryption
+import reshard.core.storage.cipher
+import reshard.core.storage.decryption
+from reshard.core.storage.cipher import Cipher
+from reshard.core.storage.decryption import MAGICS, DecryptingStore
 from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.formats import index_file
-from reshard.storage.cipher import Cipher
-from reshard.storage.decryption import MAGICS, DecryptingStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,8 +51,8 @@ def decrypted(path: str, cipher: Cipher) -> bytes:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks of 100 bytes and pieces of 32, so that a small file has many of both."""
-    monkeypatch.setattr(reshard.storage.cipher, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(reshard.storage.decryption, "_PIECE_BYTES", 32)
+    monkeypatch.setattr(reshard.core.storage.cipher, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(reshard.core.storage.decryption, "_PIECE_BYTES", 32)
     return 100
 
 
@@ -87,8 +87,8 @@ def test_every_range_is_decrypted_by_itself(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, mode: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard.storage.cipher, "BLOCK_BYTES", 100)
-        patch.setattr(reshard.storage.decryption, "_PIECE_BYTES", 32)
+        patch.setattr(reshard.core.storage.cipher, "BLOCK_BYTES", 100)
+        patch.setattr(reshard.core.storage.decryption, "_PIECE_BYTES", 32)
         plain = data.draw(st.binary(min_size=1, max_size=400))
         begin = data.draw(st.integers(0, len(plain)))
         end = data.draw(st.integers(begin, len(plain)))

@@ -9,11 +9,11 @@ import pytest
 from refusals import refused
 from scripted import Answer, Asked, ScriptedServer, error
 
+from reshard.core.storage.urls import retries
+from reshard.core.storage.urls.remote import remote_store
+from reshard.core.storage.urls.s3 import aws
+from reshard.core.storage.urls.s3.aws import Keys
 from reshard.errors import SourceError, UsageError
-from reshard.storage.urls import retries
-from reshard.storage.urls.remote import remote_store
-from reshard.storage.urls.s3 import aws
-from reshard.storage.urls.s3.aws import Keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,9 +14,9 @@ from hub_server import Hub, serving
 from refusals import failed, refused
 
 import reshard
+from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.formats.sets import HuggingFaceSet
-from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,5 +169,5 @@ def test_a_file_that_was_replaced_is_refused(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", None)
-    monkeypatch.delitem(sys.modules, "reshard.storage.urls.hub", raising=False)
+    monkeypatch.delitem(sys.modules, "reshard.core.storage.urls.hub", raising=False)
     failed(1, "library-missing", "inspect", "hf://org/model", places=("pip install huggingface_hub",))

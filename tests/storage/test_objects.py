@@ -14,23 +14,23 @@ from remotes import COLUMNS, FULL, ROWS
 from scripted import Answer, Asked, ScriptedServer
 
 import reshard
+from reshard.core.storage.places import as_place
+from reshard.core.storage.urls import failures, schemes
+from reshard.core.storage.urls.remote import remote_store
 from reshard.errors import SourceError, TargetError
-from reshard.storage.places import as_place
-from reshard.storage.urls import failures, schemes
-from reshard.storage.urls.remote import remote_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from reshard.storage.places import RemotePath
+    from reshard.core.storage.places import RemotePath
 
 
 @pytest.fixture(params=["az", "gs"])
 def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A URL of a cloud, whose objects are in memory."""
     stores = pytest.importorskip("obstore.store")
-    from reshard.storage.urls import obstore_client
+    from reshard.core.storage.urls import obstore_client
 
     memory = stores.MemoryStore()
     monkeypatch.setattr(obstore_client, "_store", lambda *_: memory)

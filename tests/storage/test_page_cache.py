@@ -15,15 +15,15 @@ from refusals import refused
 from stores import read, store
 
 import reshard
+from reshard.core.run import tasks
+from reshard.core.storage.base import PARTIAL
+from reshard.core.storage.page_cache import sync_file_range
 from reshard.errors import SourceError
-from reshard.run import tasks
-from reshard.storage.base import PARTIAL
-from reshard.storage.page_cache import sync_file_range
 
 if TYPE_CHECKING:
     from faulty import Faults
 
-    from reshard.storage.local import LocalStore
+    from reshard.core.storage.local import LocalStore
 
 __all__ = ["small_tasks", "source", "store"]  # fixtures, for pytest to find
 
@@ -83,7 +83,7 @@ def test_glances_at_a_cold_file_leave_nothing_in_the_page_cache(store: LocalStor
 def test_glances_where_the_cache_cannot_be_asked(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.storage.page_cache._NOWAIT", 1 << 30)  # a flag that no kernel knows
+    monkeypatch.setattr("reshard.core.storage.page_cache._NOWAIT", 1 << 30)  # a flag that no kernel knows
     path = tmp_path / "a"
     path.write_bytes(b"abcdef")
     assert read(store, path, 2, 3) == b"cde"
@@ -142,7 +142,7 @@ def test_the_disk_begins_while_more_is_moved(
     made.run(tmp_path / "many")
     assert not faults.of("start_writeback")
     monkeypatch.undo()
-    monkeypatch.setattr("reshard.storage.page_cache.sync_file_range", lambda: None)  # another system
+    monkeypatch.setattr("reshard.core.storage.page_cache.sync_file_range", lambda: None)  # another system
     made.run(tmp_path / "elsewhere")
     assert tree(tmp_path / "elsewhere") == tree(tmp_path / "asked") == tree(tmp_path / "many")
 

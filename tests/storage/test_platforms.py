@@ -13,9 +13,9 @@ import numpy as np
 from checkpoints import write_file
 from safetensors.numpy import load_file
 
-from reshard.run import locks, settings
-from reshard.storage.local import LocalStore
-from reshard.storage.page_cache import sync_file
+from reshard.core.run import locks, settings
+from reshard.core.storage.local import LocalStore
+from reshard.core.storage.page_cache import sync_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ def without(function):
 
 builtins.open, os.stat, os.open = without(open), without(os.stat), without(os.open)
 
-from reshard.run import locks
+from reshard.core.run import locks
 locks.sys = type("sys", (), {"platform": "darwin"})
 
 from reshard.__main__ import main

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from refusals import refused
 from scripted import close_idle
 
+from reshard.core.storage import places
+from reshard.core.storage.places import any_store, in_batches
+from reshard.core.storage.urls import connections, remote, retries
+from reshard.core.storage.urls import pool as pools
+from reshard.core.storage.urls.pool import SLAB_BYTES, Pool
+from reshard.core.storage.urls.remote import Fetch, joined, read_request, remote_store
+from reshard.core.storage.urls.s3 import sink as sinks
 from reshard.errors import SourceError
-from reshard.storage import places
-from reshard.storage.places import any_store, in_batches
-from reshard.storage.urls import connections, remote, retries
-from reshard.storage.urls import pool as pools
-from reshard.storage.urls.pool import SLAB_BYTES, Pool
-from reshard.storage.urls.remote import Fetch, joined, read_request, remote_store
-from reshard.storage.urls.s3 import sink as sinks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from remotes import Requests
 
-    from reshard.storage.base import ReadStore, Want
+    from reshard.core.storage.base import ReadStore, Want
 
 CONTENT = bytes(range(256)) * 40
 URL = "memory://pool/content"

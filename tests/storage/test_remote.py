@@ -21,12 +21,12 @@ from remotes import COLUMNS, FULL, ROWS, Requests, at_urls, changing, get, put, 
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan import budget
+from reshard.core.storage.places import RemotePath, any_store, as_place, can
+from reshard.core.storage.urls import remote
+from reshard.core.storage.urls.failures import translating
+from reshard.core.storage.urls.remote import joined
+from reshard.core.storage.urls.s3 import upload_parts
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError, bytes_text
-from reshard.storage.places import RemotePath, any_store, as_place, can
-from reshard.storage.urls import remote
-from reshard.storage.urls.failures import translating
-from reshard.storage.urls.remote import joined
-from reshard.storage.urls.s3 import upload_parts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -214,7 +214,7 @@ def test_an_encrypted_source(root: str, mindspore_data: Path) -> None:
 @at_urls("mode", ["AES-GCM", "SM4-CBC"], 2)
 def test_an_encrypted_target(root: str, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cryptography")
-    monkeypatch.setattr("reshard.storage.cipher.BLOCK_BYTES", 500)
+    monkeypatch.setattr("reshard.core.storage.cipher.BLOCK_BYTES", 500)
     source = reshard.open(write_ranks(tmp_path / "src", FULL, ROWS, "ckpt"), strategy=ROWS)
     plain, cipher = reshard.plan(source, COLUMNS), reshard.Cipher(mode, bytes(16))
     plain.run(tmp_path / "plain")
@@ -245,7 +245,7 @@ def test_what_is_not_there_or_cannot_be(bucket: str, tmp_path: Path, monkeypatch
     with refused(UsageError, "unknown-partition", "'rank'"):
         plan.run(tmp_path / "out", partition="rank")
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.delitem(sys.modules, "reshard.storage.urls.obstore_client", raising=False)
+    monkeypatch.delitem(sys.modules, "reshard.core.storage.urls.obstore_client", raising=False)
     with refused(ReshardError, "library-missing", "gs://no-library/x", "pip install obstore", "reshard[remote]"):
         reshard.open("gs://no-library/x")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")

@@ -13,13 +13,13 @@ import pytest
 from refusals import refused
 from scripted import Answer, Asked, ScriptedServer, close_idle, error
 
+from reshard.core.storage.places import as_place
+from reshard.core.storage.urls import retries
+from reshard.core.storage.urls.remote import remote_store
+from reshard.core.storage.urls.s3 import aws
+from reshard.core.storage.urls.s3 import client as s3
+from reshard.core.storage.urls.s3.client import S3Client
 from reshard.errors import SourceError, TargetError, UsageError
-from reshard.storage.places import as_place
-from reshard.storage.urls import retries
-from reshard.storage.urls.remote import remote_store
-from reshard.storage.urls.s3 import aws
-from reshard.storage.urls.s3 import client as s3
-from reshard.storage.urls.s3.client import S3Client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,9 @@ import pytest
 from refusals import refused
 from stores import store
 
+from reshard.core.storage.local import WRITE_BYTES, LocalStore
+from reshard.core.storage.sinks import Ordered, Sinks, Summing
 from reshard.errors import TargetError
-from reshard.storage.local import WRITE_BYTES, LocalStore
-from reshard.storage.sinks import Ordered, Sinks, Summing
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,12 +22,12 @@ from samples import slow
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.storage.places import as_place
+from reshard.core.storage.urls import retries
+from reshard.core.storage.urls.failures import passes as may_pass
+from reshard.core.storage.urls.remote import remote_store
+from reshard.core.storage.urls.s3 import upload_parts
 from reshard.errors import SourceError, UnansweredError, UnsentError, UsageError
-from reshard.storage.places import as_place
-from reshard.storage.urls import retries
-from reshard.storage.urls.failures import passes as may_pass
-from reshard.storage.urls.remote import remote_store
-from reshard.storage.urls.s3 import upload_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

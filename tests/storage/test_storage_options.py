@@ -11,11 +11,11 @@ from refusals import refused
 from scripted import Answer, Asked, ScriptedServer
 
 import reshard
+from reshard.core.storage.places import as_place
+from reshard.core.storage.urls import retries
+from reshard.core.storage.urls.s3 import client as s3
+from reshard.core.storage.urls.s3 import options as own
 from reshard.errors import ReshardError, UsageError
-from reshard.storage.places import as_place
-from reshard.storage.urls import retries
-from reshard.storage.urls.s3 import client as s3
-from reshard.storage.urls.s3 import options as own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,9 +19,9 @@ from refusals import refused
 from safetensors.numpy import save_file
 from stores import read, store
 
+from reshard.core.storage.base import PARTIAL
+from reshard.core.storage.local import LocalStore, local_store
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.storage.base import PARTIAL
-from reshard.storage.local import LocalStore, local_store
 
 __all__ = ["store"]  # a fixture, for pytest to find
 

@@ -17,13 +17,13 @@ from commands import interruptible
 from stopped_runs import TARGET, small_tasks, source
 
 import reshard
-from reshard.storage.threads import map_ordered, uninterrupted
+from reshard.core.storage.threads import map_ordered, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from reshard.run.run import Progress
+    from reshard.core.run.run import Progress
 
 __all__ = ["interruptible", "small_tasks", "source"]  # fixtures, for pytest to find
 
@@ -120,8 +120,8 @@ def raises_once(*_):
         caught.append(True)
         raise KeyboardInterrupt
 signal.signal(signal.SIGINT, raises_once)  # who starts the tests may ignore it
-from reshard.storage import threads
-from reshard.storage.threads import uninterrupted
+from reshard.core.storage import threads
+from reshard.core.storage.threads import uninterrupted
 def fails(*_): raise LookupError
 def no_memory(*_): raise MemoryError
 def kill(*_):  # wakes the main thread, as `interrupt_main` does not; where that has looked for signals and does not
@@ -189,7 +189,7 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
             uninterrupted(lambda tell: tell(1), nothing, list)
 
     with monkeypatch.context() as patch:
-        patch.setattr("reshard.storage.threads.start_new_thread", fails)
+        patch.setattr("reshard.core.storage.threads.start_new_thread", fails)
         attempt()
     monkeypatch.setattr(threading.Thread, "start", fails)
     attempt()

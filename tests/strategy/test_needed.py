@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from refusals import refused
 
 import reshard
+from reshard.core.layout.layout import Layout
 from reshard.errors import LayoutError, UsageError
-from reshard.layout.layout import Layout
 from reshard.strategy.needed import lacking_ranks, needed_ranks
 from reshard.strategy.strategy import Placed, Strategy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.layout.block import Block, Shape
+    from reshard.core.layout.block import Block, Shape
 
 
 def test_each_replica_group_gives_one_rank_and_the_own_number_is_preferred() -> None:

@@ -18,7 +18,7 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.layout.layout import Layout
+    from reshard.core.layout.layout import Layout
     from reshard.strategy.operators import OperatorStrategy
 
 # Each compiled by MindSpore 2.10.0 over 8 devices, as a network of the one operator; None is what it refuses.

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from networks import networks
 from refusals import check, refused
 
+from reshard.core.layout.layout import Layout
 from reshard.errors import UsageError
-from reshard.layout.layout import Layout
 from reshard.strategy.files import merge, read_strategy, write_strategy
 from reshard.strategy.names import optimizer_states
 from reshard.strategy.rules import optimizer_sharded

@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import given
 from refusals import check, refused
 
+from reshard.core.layout.block import Block
+from reshard.core.layout.layout import Layout
 from reshard.errors import LayoutError, StrategyError
-from reshard.layout.block import Block
-from reshard.layout.layout import Layout
 from reshard.strategy.files import merge
 from reshard.strategy.strategy import Placed, Strategy
 

@@ -12,14 +12,14 @@ from hypothesis import given
 from refusals import refused
 from strategy_files import add_layout, add_operator, json_item, json_top, meaning, message, saved
 
+from reshard.core.layout.layout import Layout
 from reshard.errors import BudgetError, UsageError
-from reshard.layout.layout import Layout
 from reshard.strategy.files import read_strategy, write_strategy
 from reshard.strategy.proto import DESCRIPTORS, HERE
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 
 def test_a_protobuf_file(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from refusals import refused
 from strategy_files import meaning
 
 import reshard
+from reshard.core.layout.layout import Layout, foldings
 from reshard.errors import StrategyError
-from reshard.layout.layout import Layout, foldings
 from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
 from reshard.strategy.strategy import Strategy
 

@@ -20,10 +20,10 @@ from refusals import failed, refused
 
 import reshard
 from reshard import LinkedDCP, Selection, Strategy
+from reshard.core.storage import local
+from reshard.core.storage.local import LocalStore
 from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
-from reshard.storage import local
-from reshard.storage.local import LocalStore
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.saved_tensors import saved_tensor, torch_dtype
 
@@ -178,7 +178,7 @@ def test_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
     monkeypatch.setattr(os, "link", elsewhere)
-    monkeypatch.setattr("reshard.storage.local._share_blocks", lambda *_: False)
+    monkeypatch.setattr("reshard.core.storage.local._share_blocks", lambda *_: False)
     with refused(TargetError, "other-file-system", "/__0_0.distcp", tmp_path / "out"):
         linked(simple(tmp_path), tmp_path / "out")
     assert paths_in(tmp_path / "out") == []

@@ -37,8 +37,8 @@ from written_checkpoint2 import (
 
 import reshard
 from reshard import Checkpoint2, Layout, Strategy
+from reshard.core.layout.mesh import Mesh
 from reshard.errors import LayoutError, SourceError, UsageError
-from reshard.layout.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

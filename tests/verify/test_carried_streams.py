@@ -14,11 +14,11 @@ from measure import RESHARD, measured
 from numcodecs import zstd
 
 import reshard
+from reshard.core.storage.places import any_store
 from reshard.formats import decoding
 from reshard.readers.dcp import zstd as module
 from reshard.readers.dcp.zstd import StreamArchives
 from reshard.readers.torch_save.archive import Archives, ZipPart
-from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from pathlib import Path

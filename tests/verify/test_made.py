@@ -16,10 +16,10 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.core.storage.places import as_place
 from reshard.errors import SourceError
 from reshard.source.made import made_of
 from reshard.source.records import digest
-from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,10 +16,10 @@ from samples import one_in
 import reshard
 from reshard import Layout, Manifest, Strategy
 from reshard.core.plan import budget
+from reshard.core.storage.crc import combine_ranges, crc32c
 from reshard.core.verify.manifest import FileSums, read_manifest, write_manifest
 from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.errors import SourceError, TargetError, UsageError
-from reshard.storage.crc import combine_ranges, crc32c
 
 if TYPE_CHECKING:
     from pathlib import Path

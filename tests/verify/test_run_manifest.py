@@ -25,7 +25,7 @@ from reshard.errors import UsageError
 from reshard.source.records import known
 
 if TYPE_CHECKING:
-    from reshard.run.settings import Report
+    from reshard.core.run.settings import Report
 
 FULL = numbers({"w": (48, 16), "b": (24,), "c": (12, 8), "moments.w": (48, 16)})
 ALSO = {"step": np.array(7, np.int64), "none": np.zeros((0, 3), np.float32), "note": "größe"}

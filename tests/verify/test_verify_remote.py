@@ -14,9 +14,9 @@ from remotes import Requests, put
 
 import reshard
 from reshard import Layout, Manifest, Strategy
+from reshard.core.storage import places
+from reshard.core.storage.urls import remote
 from reshard.errors import BudgetError, SourceError, TargetError
-from reshard.storage import places
-from reshard.storage.urls import remote
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,13 +22,13 @@ from refusals import refused
 from samples import examples
 
 import reshard
+from reshard.core.layout import strided
+from reshard.core.layout.block import Block
 from reshard.core.plan.plan import RankBlock
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError
 from reshard.formats import by_name, index_file
 from reshard.formats.entries import Content, Entry, Extent, FileIndex
-from reshard.layout import strided
-from reshard.layout.block import Block
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.source.stored import StoredTensor
 from reshard.view.arrays import sub_array, tensor_array
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from faulty import Faults
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 NUMBERS = count()
 

@@ -12,11 +12,11 @@ from refusals import refused
 from test_show import large
 
 import reshard
+from reshard.core.layout.layout import Layout
+from reshard.core.storage.local import LocalStore
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
-from reshard.layout.layout import Layout
 from reshard.source import stored
-from reshard.storage.local import LocalStore
 from reshard.strategy.strategy import Strategy
 from reshard.view.tables import checkpoint_text
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from reshard.core.storage.base import Want
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.base import Want
 
 SHAPES = {
     "layers.0.attn.wq": (16, 8),

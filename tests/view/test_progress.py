@@ -11,7 +11,7 @@ from contextlib import redirect_stderr
 import pytest
 from terminals import run_in_terminal, screen
 
-from reshard.run.run import Progress
+from reshard.core.run.run import Progress
 from reshard.view.progress import Lines, phase, progress
 
 
@@ -41,7 +41,7 @@ BAR = """
 import sys, time
 if {plain}:
     sys.modules["rich"] = None
-from reshard.run.settings import Progress
+from reshard.core.run.settings import Progress
 from reshard.view.progress import progress
 
 began = time.monotonic()

@@ -14,14 +14,14 @@ from checkpoints import numbers, write_ranks
 import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.cli.terminal import OPTIONS
+from reshard.core.run.settings import peak_memory
+from reshard.core.storage.crc import crc32c
 from reshard.errors import spelled
-from reshard.run.settings import peak_memory
-from reshard.storage.crc import crc32c
 from reshard.view.text import plan_text, report_text
 from reshard.view.words import plan_data
 
 if TYPE_CHECKING:
-    from reshard.run.settings import Report
+    from reshard.core.run.settings import Report
 
 SOURCE = Strategy.of({"w": Layout.of([4], [0, -1]), "adam_m.w": Layout.of([4], [0, -1])})
 TARGET = Strategy.of({"w": Layout.of([2, 2], [0, -1]), "adam_v.w": Layout.of([2, 2], [0, -1])})

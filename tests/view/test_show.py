@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
+from reshard.core.layout.block import Block
+from reshard.core.layout.layout import Layout
 from reshard.dtypes import BY_NAME
 from reshard.errors import printable
 from reshard.formats.entries import Entry, Extent, FileIndex, Replica
-from reshard.layout.block import Block
-from reshard.layout.layout import Layout
 from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
 from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy

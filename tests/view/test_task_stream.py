@@ -16,7 +16,7 @@ from clusters import client_of, cluster
 
 import reshard
 from reshard.core.plan import budget
-from reshard.run.settings import Receipt, Report, timed
+from reshard.core.run.settings import Receipt, Report, timed
 from reshard.view.runs.task_stream import Box, _boxes
 
 if TYPE_CHECKING:

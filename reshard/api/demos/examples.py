@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reshard.api.writing import write
-from reshard.layout.layout import Layout
+from reshard.core.layout.layout import Layout
 from reshard.strategy.files import write_strategy
 from reshard.strategy.strategy import Strategy
 

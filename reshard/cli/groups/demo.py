@@ -16,12 +16,12 @@ import numpy as np
 from reshard.api.demos import MARK
 from reshard.api.demos import demo as write_demo
 from reshard.core.plan.make import plan
+from reshard.core.run.run import run
+from reshard.core.run.settings import RunOptions
 from reshard.dtypes import BY_NAME
 from reshard.errors import VerifyError, bytes_text, names
 from reshard.formats.sets import HuggingFaceSet
 from reshard.readers.open import open as open_checkpoint
-from reshard.run.run import run
-from reshard.run.settings import RunOptions
 from reshard.strategy.files import read_strategy
 from reshard.strategy.proto import message_class
 from reshard.view.text import count_text
@@ -29,7 +29,7 @@ from reshard.view.text import count_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from reshard.run.settings import Report
+    from reshard.core.run.settings import Report
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Stored = tuple[str, tuple[int, ...], bytes]  # the type's MindSpore name, the shape, the contents

@@ -14,7 +14,7 @@ from reshard.cli.terminal import print_json, print_text, say_warnings, width
 from reshard.cli.values import READ_PLACE
 
 if TYPE_CHECKING:
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 
 @click.command(

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.api.asked import OpenOptions
+    from reshard.core.storage.places import Place
     from reshard.rules.derive import Derived
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
 
 
 @click.group(cls=Group, name="rules")
@@ -183,8 +183,8 @@ def invert(file: Place, output: Path, overwrite: bool) -> None:
     """
     import yaml  # not on every start
 
+    from reshard.core.storage.small import refuse_existing, refuse_inputs, write_whole
     from reshard.rules.rules import Rules
-    from reshard.storage.small import refuse_existing, refuse_inputs, write_whole
 
     refuse_existing(output, overwrite=overwrite)
     refuse_inputs([output], [file])

@@ -20,20 +20,20 @@ from reshard.cli.options import (
 )
 from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import read_yaml, refuse_existing, refuse_inputs
 from reshard.errors import Faults, SourceError, UsageError, VerifyError, bytes_text, printable
 from reshard.readers.open import open as open_checkpoint
 from reshard.source.holdings import strategy_of
-from reshard.storage.places import as_place
-from reshard.storage.small import read_yaml, refuse_existing, refuse_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from reshard.api.asked import OpenOptions
-    from reshard.layout.layout import Layout
+    from reshard.core.layout.layout import Layout
+    from reshard.core.storage.places import Place
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
     from reshard.strategy.diff import Diff, LayoutChange
     from reshard.strategy.strategy import Strategy
 

@@ -23,7 +23,7 @@ from math import prod
 from operator import sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.layout.block import Block, Shape
+from reshard.core.layout.block import Block, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -11,16 +11,16 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard import environment
+from reshard.core.layout.strided import SCRATCH, TILE_BYTES
 from reshard.core.plan.bands import AHEAD, VIEWS
+from reshard.core.storage.places import can
+from reshard.core.storage.urls.clients import buffering
+from reshard.core.storage.urls.pool import pool, shared_bytes
+from reshard.core.storage.urls.remote import fetched_bytes
 from reshard.errors import BudgetError, Option, Text, bytes_text
 from reshard.formats.directories import ORBAX
 from reshard.formats.sets import DCP_ITEMS
 from reshard.formats.zarr import NAME as ZARR
-from reshard.layout.strided import SCRATCH, TILE_BYTES
-from reshard.storage.places import can
-from reshard.storage.urls.clients import buffering
-from reshard.storage.urls.pool import pool, shared_bytes
-from reshard.storage.urls.remote import fetched_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

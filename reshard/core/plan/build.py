@@ -16,26 +16,26 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.axes import boxes
+from reshard.core.layout.strided import is_permuted
 from reshard.core.plan.bands import Recipe, is_grid
 from reshard.core.plan.partition import share_out
 from reshard.core.plan.plan import Plan, Route, Stats, Transfer
 from reshard.errors import Faults, SourceError
 from reshard.formats.entries import Replica, part_of
-from reshard.layout.axes import boxes
-from reshard.layout.strided import is_permuted
 from reshard.source.checkpoint import stored_files
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.core.layout.block import Shape
     from reshard.core.plan.budget import Budget
+    from reshard.core.storage.base import Coding
+    from reshard.core.storage.cipher import Cipher
     from reshard.formats.decoding import Decoding
     from reshard.formats.entries import FileLayout, Runs
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.base import Coding
-    from reshard.storage.cipher import Cipher
     from reshard.targets.destination import Destination, TargetBlocks, TargetFile, TargetTensor
 
 

@@ -7,11 +7,14 @@ from glob import escape
 from typing import TYPE_CHECKING
 
 from reshard import environment
+from reshard.core.layout.arrangement import Arrangement
 from reshard.core.plan.budget import BAND_BYTES, IMPORTED_BYTES, budget
 from reshard.core.plan.build import build
 from reshard.core.plan.inputs import Selection, derived, globs
 from reshard.core.plan.plan import Plan, Request, Stats
 from reshard.core.plan.select import select, select_listed
+from reshard.core.storage.cipher import MODE
+from reshard.core.storage.places import as_place
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text, names
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
 from reshard.formats import by_name, formats
@@ -19,7 +22,6 @@ from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
 from reshard.formats.zarr.files import is_store
-from reshard.layout.arrangement import Arrangement
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers
 from reshard.readers.openers import self_described
@@ -28,8 +30,6 @@ from reshard.source.checkpoint import Checkpoint
 from reshard.source.facts import Opening
 from reshard.source.holdings import strategy_of
 from reshard.source.reshape import with_shapes
-from reshard.storage.cipher import MODE
-from reshard.storage.places import as_place
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
 from reshard.targets.destination import TargetInputs, TargetTensor
@@ -40,10 +40,10 @@ from reshard.targets.sidecars import sidecar_names
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import AnyName, Place
     from reshard.rules.rules import Rules
     from reshard.source.checkpoint import SourceFile
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import Destination, TargetFile
     from reshard.targets.kinds import AnyFiles
 

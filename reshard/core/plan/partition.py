@@ -33,19 +33,19 @@ from reshard.core.plan.budget import times_held
 from reshard.core.plan.plan import Piece, Route, Task
 from reshard.core.plan.uploads.copies import copied_bytes
 from reshard.core.plan.uploads.sending import extra_bands, file_bytes, library_bytes, with_uploads
+from reshard.core.storage.places import can
+from reshard.core.storage.urls.pool import shared_bytes
 from reshard.errors import UsageError
 from reshard.formats.entries import covers, ranges
-from reshard.storage.places import can
-from reshard.storage.urls.pool import shared_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from reshard.core.layout.block import Block
     from reshard.core.plan.bands import Columns
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Plan, Transfer
     from reshard.formats.entries import FileLayout, Spans
-    from reshard.layout.block import Block
 
 PARTITIONS = ("tensor", "file")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.layout.block import Block
+from reshard.core.layout.block import Block
 from reshard.source.checkpoint import stored_files
 from reshard.source.headers import index_digests
 from reshard.source.records import digest
@@ -19,16 +19,16 @@ from reshard.source.records import digest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.core.layout.arrangement import Arrangement
     from reshard.core.plan.bands import Recipe
     from reshard.core.plan.budget import Share
     from reshard.core.plan.inputs import Selection
+    from reshard.core.storage.base import TargetCoding
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.urls.s3.upload_parts import Copied
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent, FileLayout, Replica, Runs
-    from reshard.layout.arrangement import Arrangement
     from reshard.source.checkpoint import Checkpoint, SourceFile
-    from reshard.storage.base import TargetCoding
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.urls.s3.upload_parts import Copied
     from reshard.strategy.strategy import Strategy
     from reshard.targets.destination import TargetFile
 

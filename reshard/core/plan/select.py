@@ -22,11 +22,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.arrangement import Arrangement
 from reshard.core.plan.inputs import Renaming, Selection, unmatched
 from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError
 from reshard.expressions.quantized.methods import refuse_parted
-from reshard.layout.arrangement import Arrangement
 from reshard.source.holdings import leave_out
 from reshard.strategy.names import (
     STEPS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from reshard.layout.block import Block
+    from reshard.core.layout.block import Block
 
 Kind = Literal["values", "missing", "extra", "dtype", "shape", "text", "note", "object", "file", "size", "checksum"]
 
@@ -57,7 +57,7 @@ class Difference:
     def index_in_block(self) -> tuple[int, ...] | None:
         """Return the index of the first differing element in the block of the file.
 
-        >>> from reshard.layout.block import Block
+        >>> from reshard.core.layout.block import Block
         >>> Difference("values", "", block=Block((4, 0), (8, 2)), index=(5, 1)).index_in_block
         (1, 1)
         """

@@ -11,6 +11,12 @@ import time
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
+from reshard.core.layout.block import shape_text
+from reshard.core.storage.base import truncated_text
+from reshard.core.storage.crc import crc32c
+from reshard.core.storage.places import as_place, workers_at
+from reshard.core.storage.small import refuse_inputs
+from reshard.core.storage.threads import map_ordered
 from reshard.core.verify.difference import Difference
 from reshard.core.verify.manifest import FileSums, Manifest, PartSum, read_manifest, write_manifest
 from reshard.core.verify.sums import progress_callback, sum_contents, thread_count
@@ -22,24 +28,18 @@ from reshard.formats.entries import FileIndex
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN, leftovers
 from reshard.formats.sets import set_indexes
 from reshard.formats.zarr import NAME as ZARR
-from reshard.layout.block import shape_text
 from reshard.readers.open import read_headers
 from reshard.source.headers import gaps
-from reshard.storage.base import truncated_text
-from reshard.storage.crc import crc32c
-from reshard.storage.places import as_place, workers_at
-from reshard.storage.small import refuse_inputs
-from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.run.settings import Progress, Report
+    from reshard.core.storage.places import AnyName, Place
     from reshard.core.verify.difference import Kind
     from reshard.core.verify.sums import OnProgress
     from reshard.formats.entries import Entry, FileLayout, Runs
-    from reshard.run.settings import Progress, Report
     from reshard.source.checkpoint import SourceFile
-    from reshard.storage.places import AnyName, Place
     from reshard.targets.destination import TargetFile
 
 
@@ -264,7 +264,7 @@ def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool 
         SourceError: a block without a checksum cannot be read.
         TargetError: the manifest exists, cannot be written, or is a target file or a source file.
     """
-    from reshard.run.sums import Checksums  # lazy import: verification needs no modules of a run
+    from reshard.core.run.sums import Checksums  # lazy import: verification needs no modules of a run
 
     sums = report.checksums
     if not isinstance(sums, Checksums):

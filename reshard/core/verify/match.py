@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import shape_text
 from reshard.core.plan.select import all_states, has_no_place, select
 from reshard.core.verify.difference import Difference
 from reshard.errors import Option, SourceError, Text
 from reshard.formats.safetensors import NAME as SAFETENSORS
 from reshard.formats.sets import DCP_ITEMS
 from reshard.formats.zarr import NAME as ZARR
-from reshard.layout.block import shape_text
 from reshard.source.assemble import assemble_whole
 from reshard.source.checkpoint import unreadable_in
 from reshard.source.holdings import MissingBlocks, is_deduplicated

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from reshard.core.plan.changes import refuse_unused_changes
 from reshard.core.plan.inputs import Selection, derived
 from reshard.core.plan.select import select_listed
+from reshard.core.storage.places import as_place
 from reshard.core.verify.recorded import noted_source, selection_in
 from reshard.core.verify.structure import refuse_deduplicated
 from reshard.errors import Faults, GoneError, Option, ReshardError, SourceError, Text, UsageError, joined, names
@@ -35,7 +36,6 @@ from reshard.readers.runs import iteration_at
 from reshard.source.checkpoint import Checkpoint, unreadable_in
 from reshard.source.facts import Opening
 from reshard.source.records import digest
-from reshard.storage.places import as_place
 from reshard.strategy.names import matching, no_match
 from reshard.strategy.schema import to_json
 
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import AnyName
     from reshard.formats.provenance import SelectionRecord
     from reshard.source.made import Made
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
 _LONGEST_LINEAGE = 16

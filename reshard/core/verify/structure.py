@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import cover_fault
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
-from reshard.layout.block import cover_fault
 from reshard.source.holdings import MissingBlocks, in_several_stages, is_deduplicated, leave_out, with_all_stages
 from reshard.strategy.names import matches, optimizer_states, ranks_text
 

@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard import environment
 from reshard.core.plan import budget
+from reshard.core.run.engine import scratch
+from reshard.core.run.executor import map_tasks
+from reshard.core.storage.cipher import store_of
+from reshard.core.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault
+from reshard.core.storage.places import in_batches
+from reshard.core.storage.threads import map_ordered, processor_count
 from reshard.core.verify.difference import Difference
 from reshard.errors import UsageError
 from reshard.formats.entries import wants
-from reshard.run.engine import scratch
-from reshard.run.executor import map_tasks
-from reshard.storage.cipher import store_of
-from reshard.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault
-from reshard.storage.places import in_batches
-from reshard.storage.threads import map_ordered, processor_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
+    from reshard.core.run.settings import Progress
+    from reshard.core.storage.base import Coding, ReadStore, Want
+    from reshard.core.storage.crc import Checksum
     from reshard.formats.entries import Runs, Summed
-    from reshard.run.settings import Progress
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.base import Coding, ReadStore, Want
-    from reshard.storage.crc import Checksum
 
     OnProgress = Callable[[int, int], None]
     """Called with the bytes done and the bytes to be done."""
@@ -52,7 +52,7 @@ def progress_callback(progress: Callable[[Progress], None] | None, began: float)
     """Return a function that reports progress to the callback of a user."""
     if progress is None:
         return lambda _done, _total: None
-    from reshard.run.settings import Progress  # lazy import: only with a callback
+    from reshard.core.run.settings import Progress  # lazy import: only with a callback
 
     return lambda done, total: progress(Progress(done, total, time.perf_counter() - began))
 

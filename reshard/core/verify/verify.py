@@ -23,6 +23,8 @@ from reshard import environment
 from reshard.core.plan.budget import comparison_budget
 from reshard.core.plan.changes import cast_advice, changes
 from reshard.core.plan.inputs import Selection
+from reshard.core.storage.cipher import required
+from reshard.core.storage.places import as_place
 from reshard.core.verify.manifest_files import verify_files
 from reshard.core.verify.match import compares_notes, match, pairs_of_ranks
 from reshard.core.verify.structure import check_structure
@@ -35,22 +37,20 @@ from reshard.readers.open import made_at
 from reshard.readers.safetensors_library import by_library, read_by_library, unread_by_library
 from reshard.source.checkpoint import Checkpoint
 from reshard.source.reshape import with_shapes
-from reshard.storage.cipher import required
-from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from reshard.core.run.settings import Progress
+    from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import AnyName
     from reshard.core.verify.compare import Check
     from reshard.core.verify.difference import Difference
     from reshard.core.verify.manifest import Manifest
     from reshard.core.verify.sides import Sides
     from reshard.core.verify.sums import OnProgress, SumsChecked
-    from reshard.run.settings import Progress
     from reshard.source.facts import SampleStats
     from reshard.source.made import Made
-    from reshard.storage.cipher import Cipher
-    from reshard.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
 _ALWAYS_UNCHECKED = "checksums that files carry (crc_num), and how text entries are stored"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.block import shape_text
 from reshard.dtypes import E8M0, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
@@ -27,7 +28,6 @@ from reshard.expressions.model_config import (
 from reshard.expressions.operand import Operand
 from reshard.expressions.quantized.methods import DEQUANTIZED, OTHER_PROGRAM, without_method
 from reshard.expressions.quantized.scaled import FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
-from reshard.layout.block import shape_text
 from reshard.source.facts import Computation
 
 if TYPE_CHECKING:

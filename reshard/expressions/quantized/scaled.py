@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.layout.block import Block
 from reshard.dtypes import BY_NAME, E8M0
 from reshard.expressions.operand import AnyBox
-from reshard.layout.block import Block
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
+    from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
     from reshard.expressions.operand import Operand
-    from reshard.layout.block import Shape
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 """The dtypes of values that can be scaled."""

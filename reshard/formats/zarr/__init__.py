@@ -31,18 +31,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.arguments import checked_fields
+from reshard.core.layout.block import Block
+from reshard.core.storage.crc import crc32c
 from reshard.dtypes import INT4
 from reshard.errors import Option, Text, UsageError
 from reshard.formats.entries import Content, FileLayout
-from reshard.layout.block import Block
-from reshard.storage.crc import crc32c
 from reshard.strategy.schema import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
 
 NAME = "zarr"
 

@@ -12,22 +12,22 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.axes import row_major
+from reshard.core.layout.block import shape_text
+from reshard.core.storage.base import truncated
+from reshard.core.storage.crc import crc32c
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError, names
 from reshard.formats.entries import Extent
 from reshard.formats.zarr import ABSENT, METADATA, NATIVE, counts
 from reshard.formats.zarr.files import refuse_unknown
-from reshard.layout.axes import row_major
-from reshard.layout.block import shape_text
-from reshard.storage.base import truncated
-from reshard.storage.crc import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
-    from reshard.storage.places import Place
 
 _MOST_DIMS = 32
 _MOST_CHUNKS = 1 << 20

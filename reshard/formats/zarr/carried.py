@@ -16,7 +16,7 @@ from reshard.formats.zarr import METADATA, Array, array_json
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 DIRECTORY = "%carried"
 """The directory of the array, whose single chunk is `CHUNK`."""

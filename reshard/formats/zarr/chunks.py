@@ -24,8 +24,8 @@ from reshard.formats.zarr.files import ARRAY_V2
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.layout.block import Shape
-    from reshard.storage.base import ReadStore, Sink
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import ReadStore, Sink
 
 _MOST_ARRAYS = 64  # per thread
 

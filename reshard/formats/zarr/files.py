@@ -11,12 +11,12 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.storage.base import Status, read_error, stem_of_unfinished
+from reshard.core.storage.local import local_store
+from reshard.core.storage.places import Place, as_place, workers_at
+from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError, names
 from reshard.formats.zarr import ATTRIBUTES, METADATA
-from reshard.storage.base import Status, read_error, stem_of_unfinished
-from reshard.storage.local import local_store
-from reshard.storage.places import Place, as_place, workers_at
-from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

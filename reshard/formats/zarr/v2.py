@@ -20,8 +20,8 @@ from reshard.formats.zarr.files import ARRAY_V2, refuse_unknown
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from reshard.core.storage.places import Place
     from reshard.dtypes import DType
-    from reshard.storage.places import Place
 
 NAME = ARRAY_V2
 """The file that describes an array."""

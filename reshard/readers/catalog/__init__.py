@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import read_small
 from reshard.errors import SourceError
 from reshard.formats.directories import STEP_NAME, is_iteration
 from reshard.formats.rank_dirs import RANK_DIRECTORY
@@ -31,16 +33,14 @@ from reshard.readers.openers import DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL, ZAR
 from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
 from reshard.source.records import DIRECTORY, unfinished
-from reshard.storage.places import as_place
-from reshard.storage.small import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from reshard.core.storage.places import AnyName, Place
     from reshard.readers.catalog.findings import State
     from reshard.readers.catalog.walk import Directory
     from reshard.readers.openers import Opener
-    from reshard.storage.places import AnyName, Place
 
 _TEMPORARY = re.compile(
     r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL

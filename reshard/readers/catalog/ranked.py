@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from reshard.core.storage.base import reading
+from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, SourceError, names
 from reshard.formats import is_save
 from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, TRAINER_FILES, refuse_directory
@@ -25,17 +27,15 @@ from reshard.readers.torch_save.file import TorchFile
 from reshard.source.assemble import assemble
 from reshard.source.made import made_of
 from reshard.source.records import DIRECTORY
-from reshard.storage.base import reading
-from reshard.storage.places import as_place
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from reshard.core.storage.places import Place
     from reshard.readers.catalog.walk import Directory
     from reshard.readers.ranks import IndexedFiles
     from reshard.source.made import Made
-    from reshard.storage.places import Place
     from reshard.strategy.strategy import Strategy
 
 

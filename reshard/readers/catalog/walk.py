@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.storage.base import similar
+from reshard.core.storage.places import LocalPath, RemotePath
+from reshard.core.storage.urls.listings import listings
 from reshard.errors import SourceError
 from reshard.siblings import keeping_siblings
-from reshard.storage.base import similar
-from reshard.storage.places import LocalPath, RemotePath
-from reshard.storage.urls.listings import listings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 _DEEPEST = 64
 

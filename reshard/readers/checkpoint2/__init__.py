@@ -19,10 +19,12 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from reshard.core.layout.arrangement import Arranged, Arrangement
+from reshard.core.layout.block import Block, shape_text
+from reshard.core.storage.base import COPY_AGAIN
+from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import CHECKPOINT2
-from reshard.layout.arrangement import Arranged, Arrangement
-from reshard.layout.block import Block, shape_text
 from reshard.readers.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
 from reshard.readers.listed import nothing_readable
 from reshard.source.assemble import assemble_whole, by_header, where
@@ -30,15 +32,13 @@ from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, 
 from reshard.source.facts import Extras
 from reshard.source.headers import indexed
 from reshard.source.probe import compare_contents
-from reshard.storage.base import COPY_AGAIN
-from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
     from reshard.formats.entries import Entry
-    from reshard.layout.block import Shape
-    from reshard.storage.places import Place
 
 NAME = "Checkpoint 2.0"
 COMMON = "common.json"

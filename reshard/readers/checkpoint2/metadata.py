@@ -11,15 +11,15 @@ from array import array
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.layout import Layout
+from reshard.core.layout.mesh import Mesh
 from reshard.dtypes import BY_NAME
 from reshard.errors import LayoutError, SourceError, names
-from reshard.layout.layout import Layout
-from reshard.layout.mesh import Mesh
 from reshard.readers.checkpoint2.members import members
 
 if TYPE_CHECKING:
-    from reshard.layout.block import Shape
-    from reshard.storage.places import Place
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
 
 METADATA = "metadata.json"
 

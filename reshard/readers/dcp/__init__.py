@@ -26,14 +26,17 @@ from math import prod
 from operator import add
 from typing import TYPE_CHECKING, Literal
 
+from reshard.core.layout.axes import row_major
+from reshard.core.layout.block import Block, flat_boxes, shape_text
+from reshard.core.storage.base import COPY_AGAIN, truncated_text
+from reshard.core.storage.places import any_store, workers_at
+from reshard.core.storage.threads import map_ordered
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.formats import safetensors
 from reshard.formats.directories import DCP_FILES
 from reshard.formats.entries import Extent, FileIndex, RangeReader
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS
-from reshard.layout.axes import row_major
-from reshard.layout.block import Block, flat_boxes, shape_text
 from reshard.readers.dcp.items import Span, read_items
 from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
 from reshard.readers.huggingface import without_notes
@@ -45,21 +48,18 @@ from reshard.source.facts import Extras, Object
 from reshard.source.headers import read_indexes
 from reshard.source.probe import compare_contents
 from reshard.source.reshape import laid
-from reshard.storage.base import COPY_AGAIN, truncated_text
-from reshard.storage.places import any_store, workers_at
-from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import Status
+    from reshard.core.storage.places import Place
     from reshard.formats.decoding import Decoding
     from reshard.formats.entries import Entry, Sums
-    from reshard.layout.block import Shape
     from reshard.readers.dcp.metadata import DeclaredTensor, Item
     from reshard.readers.dcp.zstd import Streams
     from reshard.source.checkpoint import Tensor
-    from reshard.storage.base import Status
-    from reshard.storage.places import Place
 
 _MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
 MTIME_TOLERANCE_NS = 2_000_000_000

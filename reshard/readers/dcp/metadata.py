@@ -6,22 +6,22 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.block import LONGEST_NAME, is_possible, shape_text
+from reshard.core.storage.base import COPY_AGAIN
+from reshard.core.storage.small import is_text
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, names
 from reshard.formats.directories import DCP, DCP_FILES, DCP_OF_RANK
 from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX
-from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
 from reshard.readers.pickles import Name, Pairs, PickledObject, describe, numbers, unpickled
-from reshard.storage.base import COPY_AGAIN
-from reshard.storage.small import is_text
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reshard.layout.block import Shape
-    from reshard.storage.places import Place
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
 
 _EXPECTED = "the metadata of a distributed checkpoint (DCP)"
 _MOST_BOXES = 1 << 21

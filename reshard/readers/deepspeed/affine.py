@@ -12,9 +12,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.axes import row_major
+from reshard.core.layout.block import Block, is_possible, shape_text
 from reshard.errors import SourceError
-from reshard.layout.axes import row_major
-from reshard.layout.block import Block, is_possible, shape_text
 from reshard.readers.deepspeed.pickled import table, whole_number
 from reshard.readers.pickles import Pairs, describe, numbers
 from reshard.readers.torch_save.cuts import CutPiece, TensorCut
@@ -22,7 +22,7 @@ from reshard.readers.torch_save.cuts import CutPiece, TensorCut
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 VERSION = 1
 """The newest version of the maps that is read."""

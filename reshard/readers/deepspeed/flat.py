@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.block import flat_boxes
 from reshard.formats.entries import Extent
-from reshard.layout.block import flat_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.core.layout.block import Block, Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Block, Shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,18 +15,18 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.storage.base import COPY_AGAIN
+from reshard.core.storage.places import workers_at
+from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import EXPERT_STATES, MODEL_STATES, OPTIM_STATES
 from reshard.readers.torch_save.file import TorchFile
-from reshard.storage.base import COPY_AGAIN
-from reshard.storage.places import workers_at
-from reshard.storage.threads import map_ordered
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 T = TypeVar("T")
 

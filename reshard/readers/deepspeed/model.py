@@ -20,7 +20,7 @@ from reshard.readers.torch_save.tensors import rebuilt
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
     from reshard.readers.torch_save.file import TorchFile
     from reshard.readers.torch_save.tensors import Rebuilt
 

@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
 from reshard.readers.deepspeed.buffers import MASTERS, RankBuffers, cut_by_itself, states_by_name
 from reshard.readers.deepspeed.pickled import table
 from reshard.readers.torch_save.file import FileTensor
 from reshard.readers.torch_save.tensors import rebuilt
-from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import ReadStore, Want
     from reshard.dtypes import DType
     from reshard.formats.entries import Entry
-    from reshard.layout.block import Shape
     from reshard.readers.deepspeed.flat import Flat
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.torch_save.file import Storage, TorchFile
     from reshard.readers.torch_save.tensors import Rebuilt
-    from reshard.storage.base import ReadStore, Want
 
 _COUNTS = (
     "files of an earlier run with more ranks stay in the directory; checkpoints that are cut within groups of ranks "

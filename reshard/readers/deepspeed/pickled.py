@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.block import LONGEST_NAME, is_possible, shape_text
 from reshard.errors import SourceError
-from reshard.layout.block import LONGEST_NAME, is_possible, shape_text
 from reshard.readers.pickles import Pairs, PickledObject, describe, numbers
 from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.readers.torch_save.tensors import rebuilt
@@ -14,7 +14,7 @@ from reshard.readers.torch_save.tensors import rebuilt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
     from reshard.readers.torch_save.tensors import Rebuilt
 
 _MOST_NAMES = 1 << 20

@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import LONGEST_NAME
 from reshard.errors import Option, SourceError, Text
-from reshard.layout.block import LONGEST_NAME
 from reshard.readers.deepspeed.affine import VERSION, affine_cut
 from reshard.readers.deepspeed.pickled import optional_table, table, whole_number
 from reshard.readers.pickles import Pairs, describe
@@ -23,7 +23,7 @@ from reshard.readers.torch_save.cuts import COLUMNS, GATE_AND_UP, ROWS, WHOLE, C
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.torch_save.cuts import TensorCut
 

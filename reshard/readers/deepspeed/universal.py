@@ -15,8 +15,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from reshard.core.layout.block import shape_text
 from reshard.errors import SourceError
-from reshard.layout.block import shape_text
 from reshard.readers.deepspeed.buffers import MASTERS
 from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
@@ -31,10 +31,10 @@ from reshard.readers.torch_save.tensors import Rebuilt, rebuilt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
     from reshard.readers.torch_save.file import TorchFile
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
 
 DIRECTORY = "zero"
 """The directory of parameters."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.storage.places import any_store, can, in_batches
 from reshard.dtypes import BY_NAME
 from reshard.errors import Text, names
 from reshard.expressions.arithmetic import rounded
@@ -15,17 +16,16 @@ from reshard.expressions.cast import Cast, Number
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
 from reshard.readers.deepspeed.buffers import MASTERS
-from reshard.storage.places import any_store, can, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from reshard.core.storage.base import ReadStore, Want
     from reshard.dtypes import DType
     from reshard.expressions.operand import Expression
     from reshard.source.checkpoint import Checkpoint, Tensor
-    from reshard.storage.base import ReadStore, Want
 
 _SAMPLE = 64  # elements at the beginning and at the end of a tensor
 _MOST_AT_URLS = 256  # tensors

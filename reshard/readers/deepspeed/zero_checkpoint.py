@@ -26,11 +26,11 @@ from reshard.source.reshape import Shared
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.core.storage.places import Place
     from reshard.readers.deepspeed.flat import Flat
     from reshard.readers.deepspeed.listing import PartFiles
     from reshard.readers.torch_save.file import FileTensor, TorchFile
     from reshard.source.checkpoint import Tensor
-    from reshard.storage.places import Place
 
 DESCRIBED_BY = "DeepSpeed"
 

@@ -26,9 +26,9 @@ from reshard.siblings import keeping_siblings, siblings_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
     from reshard.siblings import Alike
-    from reshard.storage.places import Place
 
 _STEP = re.compile(rf"{STEP_NAME}|(?:.*[-_.=\d])?(?:ba|batch|v|version)[-_.=]?\d+", re.IGNORECASE | re.DOTALL)
 _DECIMAL = re.compile(r".*\d\.\d+", re.DOTALL)

@@ -14,7 +14,7 @@ from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 
 def is_single_save(path: Place) -> bool:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.block import Block
+from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
 from reshard.formats.entries import Extent
 from reshard.formats.streaming import piece_bytes, stream_bytes
@@ -20,19 +22,17 @@ from reshard.formats.zarr.chunks import slab_bytes
 from reshard.formats.zarr.files import own_notes, parse_metadata
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.formats.zarr.v2 import parse_v2
-from reshard.layout.block import Block
 from reshard.readers.orbax.item_values import LONGEST_WHOLE, STRIDE, EncodedValues
 from reshard.source.checkpoint import Shard, Tensor, TensorSpec
-from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import ReadStore, Want
     from reshard.readers.orbax.item_values import ItemValues
     from reshard.readers.orbax.ocdbt import StoredValue
     from reshard.source.reshape import Shared
-    from reshard.storage.base import ReadStore, Want
 
 _LARGEST_METADATA = 1 << 20
 _MOST_CHUNKS = 1 << 22  # of all arrays

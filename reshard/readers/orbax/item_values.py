@@ -6,21 +6,21 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError, names
 from reshard.formats.decoding import zstd_content
 from reshard.formats.streaming import ChunkStream, RepeatedValue
 from reshard.formats.zarr.files import StoreFiles
 from reshard.readers.orbax.ocdbt import Database, StoredValue
 from reshard.readers.orbax.steps import MANIFEST, PROCESS
-from reshard.storage.places import any_store, in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from reshard.core.storage.base import ReadStore, Want
+    from reshard.core.storage.places import Place
     from reshard.formats.streaming import Stream
     from reshard.readers.orbax.tree import SavedTree
-    from reshard.storage.base import ReadStore, Want
-    from reshard.storage.places import Place
 
 STRIDE = 1 << 40
 """The distance between decoded chunks in a virtual file; none is longer."""

@@ -16,17 +16,17 @@ import struct
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.storage.base import COPY_AGAIN, truncated
+from reshard.core.storage.crc import crc32c
+from reshard.core.storage.places import any_store, as_place
 from reshard.errors import SourceError
 from reshard.formats.decoding import zstd_content
 from reshard.readers.orbax.fields import NodeFields
 from reshard.readers.orbax.steps import MANIFEST
-from reshard.storage.base import COPY_AGAIN, truncated
-from reshard.storage.crc import crc32c
-from reshard.storage.places import any_store, as_place
 
 if TYPE_CHECKING:
+    from reshard.core.storage.places import Place
     from reshard.formats.zarr.files import StoreFiles
-    from reshard.storage.places import Place
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
 _HEADER = struct.Struct(">I8sBB")  # magic number, length, version and compression

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import Block
+from reshard.core.storage.places import as_place
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats.decoding import Decoding
@@ -19,7 +21,6 @@ from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.formats.zarr import METADATA as METADATA_V3
 from reshard.formats.zarr.files import strings
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
-from reshard.layout.block import Block
 from reshard.readers.listed import nothing_readable
 from reshard.readers.orbax.array_blocks import ArrayBlocks, ChunkDecoding, read_metadata
 from reshard.readers.orbax.item_values import ItemValues
@@ -30,12 +31,11 @@ from reshard.readers.zarr import store_notes
 from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.source.facts import Extras, Object
 from reshard.source.reshape import Shared
-from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 _VALUES = FileIndex(ORBAX, {})
 """The index of a file of values: it is empty, since only the metadata describe them."""

@@ -11,19 +11,19 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.arrangement import Arranged, Arrangement
+from reshard.core.layout.grid import MOST_DEVICES
+from reshard.core.layout.layout import Layout
+from reshard.core.layout.mesh import Mesh
+from reshard.core.storage.small import parse_json
 from reshard.errors import LayoutError, SourceError
-from reshard.layout.arrangement import Arranged, Arrangement
-from reshard.layout.grid import MOST_DEVICES
-from reshard.layout.layout import Layout
-from reshard.layout.mesh import Mesh
 from reshard.readers.orbax.steps import read_object
-from reshard.storage.small import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.layout.block import Shape
-    from reshard.storage.places import Place
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
 
 SHARDING = "_sharding"
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import SourceError
-from reshard.storage.small import parse_json, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 """In the name of an unfinished step or item; in older versions a time follows."""

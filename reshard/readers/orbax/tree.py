@@ -9,15 +9,15 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.block import LONGEST_NAME
+from reshard.core.storage.small import is_text
 from reshard.errors import SourceError
-from reshard.layout.block import LONGEST_NAME
 from reshard.readers.orbax.steps import read_object
-from reshard.storage.small import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.storage.places import Place
+    from reshard.core.storage.places import Place
 
 STRINGS = "_strings.json"
 """The file of the strings in the tree."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from reshard.core.storage.places import as_place
+from reshard.core.storage.small import read_small
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import RUN_FORMATS
 from reshard.readers.runs.numbered import finished_step, run_of_steps, unfinished_steps
-from reshard.storage.places import as_place
-from reshard.storage.small import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from reshard.core.storage.places import AnyName, Place
     from reshard.formats.directories import RunFormat
-    from reshard.storage.places import AnyName, Place
 
 _RUN_NAMES = (
     "iteration_00000100, iter_0000100, global_step_100 or global_step100, as MindSpore Transformers, Megatron, "

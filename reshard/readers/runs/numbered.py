@@ -17,8 +17,8 @@ from reshard.readers.orbax.steps import UNFINISHED, shown_orbax, unfinished_reas
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.core.storage.places import Place
     from reshard.formats.directories import RunFormat
-    from reshard.storage.places import Place
 
 _MOST_PROBED = 3  # of the steps of a run, the last ones
 _MOST_GROUPS = 8

@@ -12,17 +12,17 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
+from reshard.core.storage.base import COPY_AGAIN
 from reshard.errors import SourceError, names
 from reshard.formats.directories import SAVED_SET
 from reshard.formats.sets import SAVED_INDEX, check_members, read_index
 from reshard.readers.torch_save.saves import File, joined, read_files
-from reshard.storage.base import COPY_AGAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.core.storage.places import Place
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
 
 _MOVE = "move the files of one set to another directory"
 _NUMBERED = re.compile(r"(?P<before>(?:.+[-_.])?)(?P<number>\d{5,9})-of-(?P<count>\d{5,9})(?P<after>\.\w+)", re.DOTALL)

@@ -15,22 +15,22 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
+from reshard.core.storage.base import COPY_AGAIN
+from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, SourceError
 from reshard.formats.directories import CONSOLIDATED
 from reshard.readers.torch_save.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
 from reshard.readers.torch_save.joining import check_shapes, join, opened
 from reshard.readers.torch_save.saves import File, read_files
-from reshard.storage.base import COPY_AGAIN
-from reshard.storage.small import parse_json, read_small
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from reshard.core.storage.places import Place
     from reshard.readers.torch_save.file import FileTensor
     from reshard.readers.torch_save.saves import Contents
     from reshard.source.checkpoint import Checkpoint, Tensor
-    from reshard.storage.places import Place
 
 _EMBEDDING, _NORM = "tok_embeddings.weight", "norm.weight"
 _PARAMS = "params.json"

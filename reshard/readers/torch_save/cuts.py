@@ -19,15 +19,15 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.block import Block, is_possible, shape_text
+from reshard.core.layout.layout import Layout
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text
-from reshard.layout.block import Block, is_possible, shape_text
-from reshard.layout.layout import Layout
 from reshard.strategy.names import check_layouts, matching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 COLUMNS, ROWS, WHOLE = "split:0", "split:1", "whole"
 

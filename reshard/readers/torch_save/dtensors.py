@@ -18,9 +18,9 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.block import MOST_DIMS, Block, is_possible, shape_text
+from reshard.core.layout.placements import DimShard, device_ranges
 from reshard.errors import LayoutError, SourceError
-from reshard.layout.block import MOST_DIMS, Block, is_possible, shape_text
-from reshard.layout.placements import DimShard, device_ranges
 from reshard.readers.pickles import Name, PickledObject, describe, numbers
 from reshard.readers.torch_save.tensors import rebuilt
 from reshard.strategy.names import ranks_text
@@ -28,8 +28,8 @@ from reshard.strategy.names import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.layout.block import Shape
-    from reshard.layout.placements import Placement
+    from reshard.core.layout.block import Shape
+    from reshard.core.layout.placements import Placement
     from reshard.readers.torch_save.tensors import Rebuilt
 
 _MOST_BLOCKS = 1 << 10  # of a rank's part of a tensor

@@ -6,8 +6,8 @@ from dataclasses import replace
 from operator import add
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from reshard.core.layout.block import Block, shape_text
 from reshard.errors import Faults, Option, SourceError, StrategyError, Text, names
-from reshard.layout.block import Block, shape_text
 from reshard.readers.listed import BlockList, common_dtype, nothing_readable
 from reshard.readers.torch_save.cuts import COPY
 from reshard.source.checkpoint import Checkpoint, TensorSpec
@@ -18,12 +18,12 @@ from reshard.source.reshape import part_extent
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
     from reshard.dtypes import DType
     from reshard.formats.entries import Extent
-    from reshard.layout.block import Shape
     from reshard.readers.torch_save.cuts import CutPiece, TensorCut
     from reshard.source.checkpoint import SourceFile, Tensor
-    from reshard.storage.places import Place
 
 TABLE = "the table of names"
 """What describes the blocks: `Extras.described_by`."""

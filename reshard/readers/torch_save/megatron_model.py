@@ -20,10 +20,10 @@ from reshard.readers.torch_save.cuts import GATE_AND_UP, MEGATRON, rule_in
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from reshard.core.storage.places import Place
     from reshard.formats.megatron import Arguments
     from reshard.readers.torch_save.file import FileTensor
     from reshard.readers.torch_save.saves import Contents
-    from reshard.storage.places import Place
 
 OF_MODEL = re.compile(r"(?:language_model\.)?(?:embedding|encoder|decoder|transformer|output_layer|mtp)\.")
 """The beginnings of names whose sizes are in the arguments."""

@@ -22,6 +22,10 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from reshard.core.storage.base import COPY_AGAIN
+from reshard.core.storage.places import workers_at
+from reshard.core.storage.small import is_text
+from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import MEGATRON_RANKS, RELEASE
 from reshard.formats.megatron import Arguments, shape_of
@@ -34,17 +38,13 @@ from reshard.readers.torch_save.joining import JoinedParts, check_shapes, join, 
 from reshard.readers.torch_save.megatron_args import stated_in
 from reshard.readers.torch_save.megatron_model import OF_MODEL, Model, Rank, RankModel, expert_parts
 from reshard.readers.torch_save.saves import TensorFinder, kind_of, read_state_dict
-from reshard.storage.base import COPY_AGAIN
-from reshard.storage.places import workers_at
-from reshard.storage.small import is_text
-from reshard.storage.threads import map_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from reshard.core.storage.places import Place
     from reshard.readers.torch_save.saves import Contents
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
 
 _EXPECTED = "a checkpoint of Megatron-LM"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")

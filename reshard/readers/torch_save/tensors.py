@@ -14,17 +14,17 @@ from math import prod
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.axes import row_major
+from reshard.core.layout.block import is_possible, shape_text
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.formats.entries import Entry, Extent
-from reshard.layout.axes import row_major
-from reshard.layout.block import is_possible, shape_text
 from reshard.readers.pickles import Name, PickledObject, describe, numbers
 from reshard.source.reshape import laid
 
 if TYPE_CHECKING:
+    from reshard.core.layout.block import Block, Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Block, Shape
 
 STORAGES = {
     "BFloat16": "bfloat16", "Bool": "bool", "Byte": "uint8", "Char": "int8", "ComplexFloat": "complex64",

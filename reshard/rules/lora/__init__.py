@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from reshard.core.storage.places import RemotePath, as_place
 from reshard.errors import UsageError
-from reshard.storage.places import RemotePath, as_place
 
 MOST_ALPHA = 1e9
 TIED = ("both", "untie")

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError
 from reshard.rules.numbers import read_config
-from reshard.storage.places import as_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reshard.core.layout.block import Block, flat_boxes
 from reshard.errors import SourceError
-from reshard.layout.block import Block, flat_boxes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,17 +6,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import shape_text
+from reshard.core.storage.cipher import store_of
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
 from reshard.expressions.in_place import InPlace
 from reshard.expressions.operand import Operand
-from reshard.layout.block import shape_text
 from reshard.rules.lora.adapter import read_adapter
 from reshard.rules.lora.low_rank import Added, LowRank, Matrices
 from reshard.rules.lora.parts import Copy, Pair
 from reshard.rules.lora.tied import place, resolve
 from reshard.source.facts import Origin
-from reshard.storage.cipher import store_of
 from reshard.strategy.names import no_match
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.storage.places import any_store
 from reshard.errors import ChangedError
 from reshard.formats.entries import wants
-from reshard.storage.places import any_store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,18 +17,18 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.layout.axes import row_major
+from reshard.core.storage.places import as_place
 from reshard.errors import Option, SourceError, Text, UsageError, names
-from reshard.layout.axes import row_major
 from reshard.rules.lora.conv1d import oriented
 from reshard.rules.numbers import read_config
-from reshard.storage.places import as_place
 from reshard.strategy.names import optimizer_states, role_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from reshard.core.layout.block import Block, Shape
     from reshard.formats.entries import Extent
-    from reshard.layout.block import Block, Shape
     from reshard.rules.lora.parts import Adapter, Copy, Pair
     from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
     from reshard.source.facts import Extras
@@ -222,7 +222,7 @@ def _steps(block: Block, at: Extent, itemsize: int) -> Shape:
     """Return the strides of a block in a file, in elements; 0 for extents of 1; empty if there is no such stride.
 
     >>> from reshard.formats.entries import Extent
-    >>> from reshard.layout.block import Block
+    >>> from reshard.core.layout.block import Block
     >>> _steps(Block((0, 0), (2, 3)), Extent(0, ((0, 12), (40, 12))), 4)
     (10, 1)
     """

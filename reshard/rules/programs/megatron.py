@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import shape_text
 from reshard.errors import SourceError, UsageError
 from reshard.formats.megatron import Arguments, shape_of
-from reshard.layout.block import shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.layout.block import Shape, shape_text
+from reshard.core.layout.layout import Layout
 from reshard.errors import Faults, LayoutError, StrategyError, UsageError
-from reshard.layout.block import Shape, shape_text
-from reshard.layout.layout import Layout
 from reshard.strategy.proto import message_class
 from reshard.strategy.strategy import Operator, Strategy
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from reshard.layout.grid import Axes
+    from reshard.core.layout.grid import Axes
 
 Unknown = bytes | tuple[tuple[str, object], ...]
 """The unknown fields of a file: protobuf bytes or JSON items."""

@@ -17,13 +17,13 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.layout.block import Block
+from reshard.core.layout.grid import Grid
+from reshard.core.layout.replicas import by_size
 from reshard.errors import UsageError
 from reshard.formats.directories import TRACKER
 from reshard.formats.entries import Content, Crc, FileLayout
 from reshard.formats.sets import DCP_INDEX, DCP_NAME
-from reshard.layout.block import Block
-from reshard.layout.grid import Grid
-from reshard.layout.replicas import by_size
 from reshard.targets.dcp.carried import Carried
 from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
@@ -34,9 +34,9 @@ from reshard.targets.saved_tensors import Saved, saved_tensor, saved_text, torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.layout.block import Shape
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint
     from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 

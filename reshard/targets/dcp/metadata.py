@@ -18,7 +18,7 @@ from reshard.targets.pickling import Call, Instance, Items, pickled
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from reshard.layout.block import Shape
+    from reshard.core.layout.block import Shape
 
 _VERSION = "1.0.0"
 

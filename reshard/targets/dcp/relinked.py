@@ -19,17 +19,17 @@ from math import prod
 from operator import add
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import Block, cover_fault, shape_text
+from reshard.core.storage.places import as_place, can
 from reshard.dtypes import BY_NAME
 from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
 from reshard.formats.directories import DCP, DCP_FILES, parts_below
 from reshard.formats.entries import FileLayout
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS, DCP_NAME
-from reshard.layout.block import Block, cover_fault, shape_text
 from reshard.readers.dcp import rank_of
 from reshard.readers.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.readers.dcp.objects import problems
 from reshard.source.holdings import leave_out
-from reshard.storage.places import as_place, can
 from reshard.strategy.names import matches, omitted, optimizer_states
 from reshard.targets.dcp import DCPTarget
 from reshard.targets.dcp.carried import old_names, read_carried
@@ -41,12 +41,12 @@ from reshard.targets.saved_tensors import torch_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
-    from reshard.layout.block import Shape
+    from reshard.core.storage.places import Place
     from reshard.readers.dcp.metadata import DeclaredTensor, Item, KeyPath
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
     from reshard.targets.destination import TargetInputs
 
 _ITEM_BYTES = 2000  # resident memory of an item: metadata read twice, and written

@@ -17,17 +17,17 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import Block
+from reshard.core.storage.cipher import store_of
+from reshard.core.storage.places import as_place
 from reshard.errors import Option, Text, UsageError, names
 from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
 from reshard.formats.entries import Content, FileLayout
 from reshard.formats.sets import UNIVERSAL_NAME
-from reshard.layout.block import Block
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import STEP
 from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER
 from reshard.readers.deepspeed.zero_checkpoint import DESCRIBED_BY
-from reshard.storage.cipher import store_of
-from reshard.storage.places import as_place
 from reshard.targets.deepspeed.cutting import Cutting
 from reshard.targets.deepspeed.instructions import written
 from reshard.targets.deepspeed.model_states import CarriedModelStates
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Collection, Sequence
 
+    from reshard.core.layout.block import Shape
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
-    from reshard.layout.block import Shape
+    from reshard.core.storage.places import Place
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.places import Place
     from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
     from reshard.targets.saved_tensors import Saved
 

@@ -25,8 +25,8 @@ from reshard.targets.saved_tensors import Saved, rebuilding, saved_storages
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
     from reshard.targets.deepspeed.instructions import Value
     from reshard.targets.deepspeed.saved_values import SavedValues
 

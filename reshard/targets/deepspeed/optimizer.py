@@ -18,8 +18,8 @@ from reshard.targets.saved_tensors import rebuilding, saved_storages
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
     from reshard.targets.deepspeed.instructions import Value
     from reshard.targets.deepspeed.saved_values import SavedValues
 

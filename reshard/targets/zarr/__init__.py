@@ -23,15 +23,15 @@ from reshard.targets.zarr.carried import Carried
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from reshard.core.layout.block import Block, Shape
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
+    from reshard.core.storage.base import TargetCoding
     from reshard.dtypes import DType
     from reshard.formats.entries import FileLayout
     from reshard.formats.zarr import Array
     from reshard.formats.zarr.chunks import Encoding
-    from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint
-    from reshard.storage.base import TargetCoding
     from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 
 

@@ -23,17 +23,17 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from dask.utils import parse_bytes
 
+from reshard.core.layout.block import Block
 from reshard.errors import SourceError, UsageError, names
 from reshard.expressions.assigned import assigned
-from reshard.layout.block import Block
 from reshard.source.stored import StoredBlock, StoredTensor
 from reshard.view.arrays.low import low_precision, teach_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.core.layout.block import Shape
     from reshard.formats.entries import Extent
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint, TensorSpec
 
     Chunks = tuple[tuple[int, ...], ...]

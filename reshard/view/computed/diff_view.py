@@ -6,8 +6,8 @@ from math import isfinite, log10
 from typing import TYPE_CHECKING
 
 from reshard.compute.stats import number_text
+from reshard.core.layout.block import shape_text
 from reshard.errors import bytes_text, printable
-from reshard.layout.block import shape_text
 from reshard.strategy.names import group_names
 from reshard.view.computed.stats_view import finite_or_none
 from reshard.view.svg import (

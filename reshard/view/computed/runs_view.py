@@ -9,17 +9,17 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, overload
 
 from reshard.arguments import checked
+from reshard.core.storage.places import is_url
+from reshard.core.storage.urls.s3.options import use_options
 from reshard.errors import bytes_text, printable
-from reshard.storage.places import is_url
-from reshard.storage.urls.s3.options import use_options
 from reshard.view.svg import Markup, details, heading, in_place, note, page, table
 from reshard.view.text import fields_data, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from reshard.core.storage.places import AnyName
     from reshard.readers.catalog import StoredCheckpoint
-    from reshard.storage.places import AnyName
 
     Checkpoints = Sequence[StoredCheckpoint]
 else:

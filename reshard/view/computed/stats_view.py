@@ -6,8 +6,8 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from reshard.compute.stats import number_text
+from reshard.core.layout.block import shape_text
 from reshard.errors import bytes_text, printable
-from reshard.layout.block import shape_text
 from reshard.strategy.names import group_names
 from reshard.view.cuts.thumbnails import Thumbnails
 from reshard.view.notebook.hist import drawn, outline

@@ -21,7 +21,7 @@ from reshard.view.words import blocks_of, cut_words, extents_text, is_computed, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from reshard.layout.block import Block, Shape
+    from reshard.core.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, Tensor
 
 _MOST_PICTURES = 12
@@ -122,7 +122,7 @@ def block_picture(
         indices: write the indices of the blocks beside them.
         nothing: the label of a block that no rank holds.
 
-    >>> from reshard.layout.layout import Layout
+    >>> from reshard.core.layout.layout import Layout
     >>> grid = Layout.of([2, 2], [1, 0]).grid((4, 6))
     >>> for line in block_picture(grid.shape, grid.blocks, grid.ranks, Canvas(30)):
     ...     print(line)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.grid import grid
+from reshard.core.layout.layout import least_shape
 from reshard.errors import LayoutError
-from reshard.layout.grid import grid
-from reshard.layout.layout import least_shape
 from reshard.strategy.names import group_names
 from reshard.view import words
 from reshard.view.blocks import DrawnSide
@@ -31,7 +31,7 @@ from reshard.view.text import count_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.layout.layout import Layout
+    from reshard.core.layout.layout import Layout
     from reshard.strategy.diff import Diff, LayoutChange
     from reshard.strategy.strategy import Strategy
 

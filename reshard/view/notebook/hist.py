@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.compute.histogram import histogram
 from reshard.compute.stats import number_text
+from reshard.core.layout.block import shape_text
 from reshard.errors import printable
-from reshard.layout.block import shape_text
 from reshard.view.svg import Markup, Picture, join, label, moved, tag
 from reshard.view.text import count_text
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard.arguments import checked
-from reshard.storage.local import local_store
-from reshard.storage.places import is_url
+from reshard.core.storage.local import local_store
+from reshard.core.storage.places import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

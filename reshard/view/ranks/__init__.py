@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.core.layout.block import Block, shape_text
 from reshard.errors import UsageError, bytes_text, names, printable
 from reshard.expressions.assigned import assigned
-from reshard.layout.block import Block, shape_text
 from reshard.source.holdings import with_all_stages
 from reshard.spelling import missing_name
 from reshard.strategy.names import ranks_text
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from dask.array import Array
 
+    from reshard.core.layout.block import Shape
     from reshard.core.plan.plan import RankBlock
     from reshard.dtypes import DType
     from reshard.errors import MissingNameError
     from reshard.formats.entries import Extent, Replica
-    from reshard.layout.block import Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
     Arrays = Mapping[str, Array]

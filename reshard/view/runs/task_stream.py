@@ -21,7 +21,7 @@ from reshard.view.text import count_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from reshard.run.settings import Receipt, Report
+    from reshard.core.run.settings import Receipt, Report
 
 _KINDS = {
     "create": ("create files", "#77aadd"),

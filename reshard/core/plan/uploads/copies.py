@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.plan.bands import is_whole
 from reshard.core.plan.plan import Piece
+from reshard.core.storage.places import can
+from reshard.core.storage.urls.clients import in_s3
+from reshard.core.storage.urls.s3.options import share_options
+from reshard.core.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, Upload, parts_of
 from reshard.formats.entries import merged, ranges
-from reshard.storage.places import can
-from reshard.storage.urls.clients import in_s3
-from reshard.storage.urls.s3.options import share_options
-from reshard.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, Upload, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.plan.budget import band_buffers, thread_bytes, times_held
 from reshard.core.plan.uploads.copies import can_copy, copies_of, reads_urls, upload_of
+from reshard.core.storage.cipher import BLOCK_BYTES
+from reshard.core.storage.places import can
+from reshard.core.storage.urls.clients import buffering, in_s3
+from reshard.core.storage.urls.pool import SLAB_BYTES, pool, shared_bytes
+from reshard.core.storage.urls.s3.upload_parts import part_bytes
 from reshard.errors import BudgetError, Option, Text, bytes_text
-from reshard.storage.cipher import BLOCK_BYTES
-from reshard.storage.places import can
-from reshard.storage.urls.clients import buffering, in_s3
-from reshard.storage.urls.pool import SLAB_BYTES, pool, shared_bytes
-from reshard.storage.urls.s3.upload_parts import part_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

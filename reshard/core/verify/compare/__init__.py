@@ -18,30 +18,30 @@ from math import ceil
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.axes import common
 from reshard.core.plan import budget
 from reshard.core.plan.bands import Recipe
 from reshard.core.plan.build import chunk_edges
 from reshard.core.plan.partition import share_out
 from reshard.core.plan.plan import Piece, Route, Transfer
+from reshard.core.run.executor import map_tasks
+from reshard.core.storage.cipher import store_of
+from reshard.core.storage.urls.pool import pool
 from reshard.core.verify.compare.comparer import Compared, Comparer, Mismatch, joined
 from reshard.core.verify.difference import Difference
 from reshard.errors import SourceError
 from reshard.formats.entries import Replica
-from reshard.layout.axes import common
-from reshard.run.executor import map_tasks
 from reshard.source.holdings import in_several_stages, with_all_stages
 from reshard.source.reshape import Shared
-from reshard.storage.cipher import store_of
-from reshard.storage.urls.pool import pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from reshard.core.layout.block import Block, Shape
     from reshard.core.plan.budget import Budget
+    from reshard.core.storage.base import Coding
     from reshard.dtypes import DType
-    from reshard.layout.block import Block, Shape
     from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.storage.base import Coding
 
 SAMPLE_BYTES = 256 << 10
 """Bytes of a run of rows, the unit of sampling."""

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from reshard.core.layout.block import Block
 from reshard.core.plan.bands import AHEAD
 from reshard.core.plan.plan import Piece, Route
+from reshard.core.run.engine import Band, BandReader, BandWrite, cast, copies_ahead, read_block, scratch
+from reshard.core.storage.cipher import store_of
+from reshard.core.storage.places import in_batches
 from reshard.formats.entries import Extent, Replica, wants
-from reshard.layout.block import Block
-from reshard.run.engine import Band, BandReader, BandWrite, cast, copies_ahead, read_block, scratch
-from reshard.storage.cipher import store_of
-from reshard.storage.places import in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.layout.block import Shape
+    from reshard.core.storage.base import ReadStore, Want
     from reshard.core.verify.compare import Check, ComparisonPlan
     from reshard.dtypes import DType
-    from reshard.layout.block import Shape
-    from reshard.storage.base import ReadStore, Want
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -9,16 +9,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.storage.places import LocalPath, as_place
 from reshard.core.verify.sums import check_carried
-from reshard.storage.places import LocalPath, as_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from reshard.core.layout.block import Block
     from reshard.core.verify.compare import Check
     from reshard.core.verify.sums import SumsChecked
     from reshard.formats.entries import Replica
-    from reshard.layout.block import Block
     from reshard.source.checkpoint import Checkpoint
 
 
