@@ -9,16 +9,16 @@ import helpers
 import numpy as np
 
 import reshard
+from reshard.core.model.entries import Content
 from reshard.dtypes import BY_NAME
 from reshard.formats import by_name
-from reshard.formats.entries import Content
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from reshard.core.layout.block import Block
-    from reshard.formats.entries import FileLayout, Runs
+    from reshard.core.model.entries import FileLayout, Runs
     from reshard.strategy.strategy import Strategy
 
 Array = np.ndarray[Any, np.dtype[Any]]

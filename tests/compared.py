@@ -10,8 +10,8 @@ from checkpoints import numbers, write_ranks
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.model.entries import ranges
 from reshard.formats import index_file
-from reshard.formats.entries import ranges
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from checkpoints import places
 
+from reshard.core.model.entries import Content, FileLayout
 from reshard.dtypes import STR, by_name
 from reshard.errors import UsageError
-from reshard.formats.entries import Content, FileLayout
 from reshard.strategy.proto import message_class
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard import formats
-    from reshard.formats.entries import Entry, FileIndex
+    from reshard.core.model.entries import Entry, FileIndex
 
 Held = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Tensors as (dtype name, shape, bytes)."""

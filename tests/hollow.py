@@ -7,9 +7,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from reshard import Layout, Strategy, write_strategy
+from reshard.core.model.entries import Content, FileLayout
 from reshard.dtypes import BFLOAT16
 from reshard.formats import by_name
-from reshard.formats.entries import Content, FileLayout
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,8 @@ from samples import sampled
 
 from reshard import Layout, Strategy
 from reshard.core.plan.uploads import sending
+from reshard.core.records.logs import DIRECTORY, known
 from reshard.core.storage.urls.s3.client import S3Client
-from reshard.source.records import DIRECTORY, known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.api.asked import is_of_zarr
 from reshard.api.choices import progress_of, run_plan
 from reshard.arguments import checked
+from reshard.core.model.holdings import strategy_of as strategy_of_record
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.select import narrowed
@@ -22,7 +23,6 @@ from reshard.readers.open import open as open_checkpoint
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
 from reshard.sizes import size_of
-from reshard.source.holdings import strategy_of as strategy_of_record
 from reshard.view.notebook.opened import OpenedArrays
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from zarr.abc.store import Store
 
     from reshard.compute.stats import CheckpointStats
+    from reshard.core.model.checkpoint import Checkpoint as Record
     from reshard.core.plan.inputs import Selection
     from reshard.core.run.settings import Progress, Report
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName
-    from reshard.source.checkpoint import Checkpoint as Record
     from reshard.strategy.strategy import Strategy
     from reshard.view.ranks import StoredArrays
     from reshard.view.tables import Groups
@@ -118,7 +118,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
 class Checkpoint(OpenedArrays):
     """An opened checkpoint: a mapping of names to lazy dask arrays of whole tensors.
 
-    >>> from reshard.source.checkpoint import Checkpoint as Record
+    >>> from reshard.core.model.checkpoint import Checkpoint as Record
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
     ['array', 'assign', 'astype', 'close', 'dequantize', 'derive', 'format', 'groups', 'hist', 'merge_lora', 'nbytes',
@@ -212,7 +212,7 @@ class Checkpoint(OpenedArrays):
             reshard.UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes.
 
         >>> import numpy as np
-        >>> from reshard.source.checkpoint import Checkpoint as Record
+        >>> from reshard.core.model.checkpoint import Checkpoint as Record
         >>> list(Checkpoint(Record("ckpt", {}, (), ())).assign({"layers.0.w": np.ones((2, 3))}, b=np.zeros(3)))
         ['layers.0.w', 'b']
         """

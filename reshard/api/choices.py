@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from reshard.api.jobs import Job
+    from reshard.core.model.checkpoint import Checkpoint as Record
     from reshard.core.plan.plan import Plan
     from reshard.core.run.settings import Progress, Report, RunOptions
     from reshard.core.storage.places import AnyName, Place
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint as Record
 
 Globs = str | Iterable[str]
 """A glob, or several."""
@@ -92,7 +92,7 @@ def target_of(
     refuse_format(target, Text("give it as ", Option("to", str(target))))
     if path.suffix not in {".yaml", ".yml"}:
         return read_strategy(path)
-    from reshard.source.holdings import strategy_by_rules  # seldom
+    from reshard.core.model.holdings import strategy_by_rules  # seldom
 
     selection = selection or Selection()
     source = derived(source, selection)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.api.choices import target_of
 from reshard.core.layout.arrangement import Arrangement
+from reshard.core.model.checkpoint import Checkpoint
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.make import plan_convert
@@ -28,7 +29,6 @@ from reshard.formats.sets import DCP_NAME, LinkedDCP
 from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import self_described
-from reshard.source.checkpoint import Checkpoint
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
 from reshard.targets.arrangements import read_layouts

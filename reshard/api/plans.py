@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from reshard.api.checkpoints import Checkpoint
     from reshard.api.choices import Globs
     from reshard.core.layout.arrangement import Arrangement
+    from reshard.core.model.checkpoint import Checkpoint as SourceRecord
     from reshard.core.plan.plan import Plan as Record
     from reshard.core.plan.plan import Stats
     from reshard.core.run.graph import Graph
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from reshard.core.storage.places import AnyName
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint as SourceRecord
     from reshard.strategy.strategy import Strategy
     from reshard.targets.kinds import AnyFiles
     from reshard.view.ranks import RankArrays

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from reshard.api.choices import Globs
+    from reshard.core.model.checkpoint import Checkpoint as Record
     from reshard.core.plan.inputs import Selection
     from reshard.core.run.settings import Progress
     from reshard.core.storage.cipher import Cipher
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from reshard.core.verify.verification import Verification
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint as Record
     from reshard.strategy.strategy import Strategy
 
 

@@ -15,7 +15,10 @@ from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.choices import carried_out, client_of
 from reshard.api.jobs import job, with_format
 from reshard.arguments import checked
+from reshard.core.model.checkpoint import Checkpoint
+from reshard.core.model.facts import Computation, Opening
 from reshard.core.plan.inputs import Selection
+from reshard.core.records.provenance import ARRAYS
 from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.s3.options import use_options
@@ -23,14 +26,11 @@ from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
-from reshard.formats.provenance import ARRAYS
 from reshard.formats.zarr import ATTRIBUTES
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import options_refused
 from reshard.sizes import size_of
-from reshard.source.checkpoint import Checkpoint
-from reshard.source.facts import Computation, Opening
 from reshard.view.arrays import low as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 
 if TYPE_CHECKING:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.api.asked import OpenOptions
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint
 
 
 _HOMES = {

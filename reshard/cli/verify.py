@@ -31,10 +31,10 @@ from reshard.view.progress import progress
 
 if TYPE_CHECKING:
     from reshard.api.asked import OpenOptions
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place
     from reshard.core.verify.verification import Verification
-    from reshard.source.checkpoint import Checkpoint
 
 _WORDS = ("comparing", "comparing")
 

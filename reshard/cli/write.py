@@ -398,7 +398,7 @@ def _make_store(
     Raises:
         TargetError: the store is finished, and was made from another source, or from this one before it changed.
     """
-    from reshard.formats.provenance import SourceRecord
+    from reshard.core.records.provenance import SourceRecord
     from reshard.readers.zarr import store_notes
     from reshard.targets.zarr import source_record
 
@@ -435,7 +435,7 @@ def _make_store(
 
 def _format_before(store: Place) -> str | None:
     """Return `ckpt` if a store was made from `.ckpt` files only, else None."""
-    from reshard.formats.provenance import SourceRecord
+    from reshard.core.records.provenance import SourceRecord
     from reshard.readers.zarr import store_notes
 
     recorded = SourceRecord.noted(store_notes(store) or {})

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reshard.core.layout.block import Block
+from reshard.core.model.entries import wants
+from reshard.core.model.stored import StoredBlock, StoredTensor
 from reshard.core.plan import budget
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import can, in_batches
 from reshard.errors import SourceError, names
-from reshard.formats.entries import wants
-from reshard.source.stored import StoredBlock, StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.storage.base import Coding, ReadStore, Want
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

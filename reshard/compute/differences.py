@@ -19,6 +19,7 @@ from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes, incomplete, stor
 from reshard.compute.pairs import PAIR_BYTES, PairMeter, PairSums
 from reshard.core.layout.axes import common
 from reshard.core.layout.block import shape_text
+from reshard.core.model.reshape import Shared
 from reshard.core.plan import budget
 from reshard.core.plan.budget import values_budget
 from reshard.core.run.clusters.where import refuse_unshared
@@ -26,16 +27,15 @@ from reshard.core.run.executor import map_tasks
 from reshard.core.storage.cipher import store_of
 from reshard.core.verify.sums import progress_callback, thread_count
 from reshard.errors import BudgetError, UsageError, names
-from reshard.source.reshape import Shared
 from reshard.upward import upward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.run.settings import Progress
     from reshard.core.storage.base import Coding
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 _MOST_BOX_BYTES = 16 << 20
 """The most bytes of a box, if the tensor is cut into many columns, which are read one by one."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.compute.boxes import TensorPart
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.core.model.checkpoint import Checkpoint
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

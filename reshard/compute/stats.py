@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from reshard.compute.boxes import FileBox, TensorPart
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.run.settings import Progress
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

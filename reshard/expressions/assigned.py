@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
+    from reshard.core.model.entries import Extent
     from reshard.core.plan.plan import Plan, Task, Transfer
     from reshard.dtypes import DType
     from reshard.expressions.operand import Expression, Operand
-    from reshard.formats.entries import Extent
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 _TASK_BYTES = 4000  # a chunk's task in dask; if it is computed by several, these are usually fused
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.core.layout.block import flat_boxes
+from reshard.core.model.facts import Computation, Extras, Opening
 from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.arithmetic import rounded, scratch
@@ -22,7 +23,6 @@ from reshard.expressions.computed import computed
 from reshard.expressions.model_config import config_of_average
 from reshard.expressions.operand import AnyBox, Operand
 from reshard.expressions.quantized.methods import way_out
-from reshard.source.facts import Computation, Extras, Opening
 from reshard.strategy.names import is_step, is_training_state, optimizer_states
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.checkpoint import Checkpoint, Tensor, TensorSpec
     from reshard.dtypes import DType
     from reshard.expressions.operand import Expression
-    from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
 
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.model.facts import Computation
 from reshard.dtypes import by_name
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.expressions.arithmetic import rounded, scratch
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import AnyBox, Operand
-from reshard.source.facts import Computation
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.dtypes import DType
-    from reshard.source.checkpoint import Checkpoint
 
 FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 """The dtypes that `astype` converts, and converts to."""

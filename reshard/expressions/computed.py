@@ -20,23 +20,23 @@ import numpy as np
 
 from reshard.core.layout.block import Block, flat_boxes
 from reshard.core.layout.strided import SCRATCH, TILE_BYTES
+from reshard.core.model.checkpoint import Sharding, SourceFile, Tensor, TensorSpec
+from reshard.core.model.entries import FileIndex, Replica
+from reshard.core.model.headers import index_digests
 from reshard.core.storage.base import Around
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import can
 from reshard.expressions.in_place import Changing, InPlace, changed
 from reshard.expressions.operand import LOCATED, LOCATED_BYTES
-from reshard.formats.entries import FileIndex, Replica
-from reshard.source.checkpoint import Sharding, SourceFile, Tensor, TensorSpec
-from reshard.source.headers import index_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import Runs
     from reshard.core.storage.base import Coding, Want
     from reshard.expressions.operand import Expression, Operand
-    from reshard.formats.entries import Runs
-    from reshard.source.checkpoint import Checkpoint
 
 _PIECE = 1 << 19
 """The most elements that are evaluated at once; more would not make reads faster."""

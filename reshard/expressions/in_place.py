@@ -19,11 +19,11 @@ import numpy as np
 
 from reshard.core.layout.block import flat_boxes
 from reshard.core.layout.strided import SCRATCH, TILE_BYTES
+from reshard.core.model.checkpoint import Sharding
+from reshard.core.model.entries import wants as wants_of
+from reshard.core.model.stored import StoredBlock
 from reshard.core.storage.base import Around
 from reshard.core.storage.cipher import store_of
-from reshard.formats.entries import wants as wants_of
-from reshard.source.checkpoint import Sharding
-from reshard.source.stored import StoredBlock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import Runs
     from reshard.core.storage.base import Coding, Want
     from reshard.dtypes import DType
     from reshard.expressions.operand import Operand
-    from reshard.formats.entries import Runs
-    from reshard.source.checkpoint import Checkpoint
 
 LAYER = 1 << 44
 """Computed bytes of a file begin at this offset; if they are computed from computed ones, at a multiple of it."""

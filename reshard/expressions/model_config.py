@@ -14,9 +14,9 @@ from reshard.formats.sets import MODEL_CONFIG
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.dtypes import DType
-    from reshard.source.checkpoint import Checkpoint
 
 QUANTIZATION = ("quantization_config", "compression_config")
 """The keys of how weights are quantized."""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from reshard.core.layout.axes import position, row_major
+from reshard.core.model.stored import StoredBlock, StoredTensor
 from reshard.errors import SourceError
-from reshard.source.stored import StoredBlock, StoredTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.checkpoint import Checkpoint, Tensor, TensorSpec
     from reshard.dtypes import DType
-    from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
 
 LOCATED, LOCATED_BYTES = 64, 300
 """The most operands whose blocks are kept located, and the memory of a located block."""

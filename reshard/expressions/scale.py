@@ -6,17 +6,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from reshard.core.model.checkpoint import matched
+from reshard.core.model.facts import Computation
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.expressions.average import FLOATS, LARGEST, WeightedSum
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
-from reshard.source.checkpoint import matched
-from reshard.source.facts import Computation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.core.model.checkpoint import Checkpoint
 
 
 def scale(source: Checkpoint, patterns: Sequence[str], factor: float, shift: float) -> Checkpoint:

@@ -15,15 +15,15 @@ from pathlib import PurePath
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from reshard.core.model.entries import RangeReader
 from reshard.core.storage.decryption import DecryptingStore
 from reshard.core.storage.places import can
 from reshard.errors import Faults, SourceError, UsageError
-from reshard.formats.entries import RangeReader
 
 if TYPE_CHECKING:
+    from reshard.core.model.entries import FileIndex, Format
     from reshard.core.storage.base import RangeStore
     from reshard.core.storage.places import Place
-    from reshard.formats.entries import FileIndex, Format
 
 
 class NothingReadableError(SourceError):

@@ -19,19 +19,19 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.layout.block import LONGEST_NAME, MOST_DIMS, is_possible, shape_text
+from reshard.core.model.entries import Entry, FileIndex, FileLayout, Summed
 from reshard.core.storage.base import truncated
 from reshard.core.storage.decryption import MAGICS
 from reshard.dtypes import BY_MINDSPORE, STR
 from reshard.errors import EncryptedError, Option, SourceError, Text, UsageError
-from reshard.formats.entries import Entry, FileIndex, FileLayout, Summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.entries import Content, RangeReader, Runs
     from reshard.core.storage.base import ReadStore
     from reshard.dtypes import DType
-    from reshard.formats.entries import Content, RangeReader, Runs
 
 NAME = "ckpt"
 EXTENSION = ".ckpt"

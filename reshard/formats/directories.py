@@ -21,8 +21,8 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.model.entries import RangeReader
 from reshard.errors import SourceError, names
-from reshard.formats.entries import RangeReader
 from reshard.formats.sets import (
     DCP_INDEX,
     HYPER_FILES,

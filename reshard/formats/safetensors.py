@@ -19,18 +19,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from reshard.core.layout.block import LONGEST_NAME, is_possible, shape_text
+from reshard.core.model.entries import Entry, FileIndex, FileLayout
 from reshard.core.storage.base import truncated, truncated_text
 from reshard.core.storage.small import is_text, parse_json
 from reshard.dtypes import BY_SAFETENSORS, INT4, SAFETENSORS_ORDER, STR
 from reshard.errors import Faults, SourceError, UsageError
-from reshard.formats.entries import Entry, FileIndex, FileLayout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.entries import Content, RangeReader
     from reshard.dtypes import DType
-    from reshard.formats.entries import Content, RangeReader
 
 NAME = "safetensors"
 EXTENSION = ".safetensors"

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked_fields
+from reshard.core.model.entries import ShardFiles, SomeFiles
 from reshard.core.storage.base import COPY_AGAIN, reading
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
-from reshard.formats.entries import ShardFiles, SomeFiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from reshard.core.model.entries import SizedTensor
     from reshard.core.storage.places import Place
-    from reshard.formats.entries import SizedTensor
     from reshard.siblings import Siblings
 
 MAX_SHARD_BYTES = 4_000_000_000
@@ -223,7 +223,7 @@ class DeepSpeedUniversal:
 def one_after_the_other(tensors: Iterable[SizedTensor], max_shard_size: int) -> dict[str, int]:
     """Return the number of each tensor's file if files are filled one after the other.
 
-    >>> from reshard.formats.entries import SizedTensor
+    >>> from reshard.core.model.entries import SizedTensor
     >>> tensors = [SizedTensor(name, size, True) for name, size in zip("abcd", (3, 3, 9, 0))]
     >>> one_after_the_other(tensors, 6)
     {'a': 0, 'b': 0, 'c': 1, 'd': 1}

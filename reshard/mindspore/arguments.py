@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from reshard.core.model.holdings import is_deduplicated
 from reshard.core.plan.select import all_states
 from reshard.core.run.run import run
 from reshard.core.run.settings import RunOptions
@@ -26,7 +27,6 @@ from reshard.errors import PYTHON, Faults, SourceError, StrategyError, UsageErro
 from reshard.mindspore.strategy import any_layout, layout_of
 from reshard.readers.open import open as open_source
 from reshard.readers.open import read_headers
-from reshard.source.holdings import is_deduplicated
 from reshard.strategy.files import read_strategy, strategy_files
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.needed import lacking_ranks
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.layout.layout import Layout
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.plan import Plan
-    from reshard.source.checkpoint import Checkpoint
 
 
 PathLike = str | os.PathLike[str]

@@ -15,6 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.core.model.checkpoint import Checkpoint
+from reshard.core.model.facts import Opening
+from reshard.core.model.headers import indexed
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan_files
 from reshard.core.run.run import run
@@ -23,14 +26,11 @@ from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats.ckpt import MAP_PARAMETER, map_parameters
-from reshard.source.checkpoint import Checkpoint
-from reshard.source.facts import Opening
-from reshard.source.headers import indexed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from reshard.source.checkpoint import SourceFile
+    from reshard.core.model.checkpoint import SourceFile
 
 _log = logging.getLogger("reshard.mindspore")
 

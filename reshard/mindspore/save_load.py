@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.model.entries import Content, wants
 from reshard.core.storage.base import truncated
 from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.local import local_store
@@ -25,7 +26,6 @@ from reshard.dtypes import STR
 from reshard.errors import SourceError, UsageError, names
 from reshard.formats import by_name, index_file
 from reshard.formats.ckpt import MAP_PARAMETER, TRAILER, TRAILER_BYTES, map_parameters
-from reshard.formats.entries import Content, wants
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, is_array
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.entries import FileIndex, FileLayout, Runs
     from reshard.core.storage.base import RangeStore
     from reshard.dtypes import DType
-    from reshard.formats.entries import FileIndex, FileLayout, Runs
 
 Prefixes = str | list[str] | tuple[str, ...] | None
 

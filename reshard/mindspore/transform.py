@@ -17,12 +17,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from reshard.core.model.entries import NamedFile
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
 from reshard.core.storage.local import local_store
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.formats import index_file
-from reshard.formats.entries import NamedFile
 from reshard.mindspore.arguments import (
     FORMATS,
     DirectoryError,

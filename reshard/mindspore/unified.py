@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.core.model.entries import NamedFile, SizedTensor
 from reshard.core.plan.budget import THREADS
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
 from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
-from reshard.formats.entries import NamedFile, SizedTensor
 from reshard.formats.sets import MindSporeSet, read_index, share_of
 from reshard.mindspore.arguments import (
     carry_out,
@@ -58,9 +58,9 @@ from reshard.view.ranks import RankArrays
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.plan import Plan
     from reshard.mindspore.arguments import PathLike, StrategyLike
-    from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.strategy import Strategy
 
 _log = logging.getLogger("reshard.mindspore")

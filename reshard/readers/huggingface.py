@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.core.layout.block import Block, is_possible, shape_text
+from reshard.core.model.checkpoint import Checkpoint, TensorSpec
+from reshard.core.model.entries import Extent
+from reshard.core.model.facts import Extras
+from reshard.core.model.headers import read_indexes
+from reshard.core.model.listed import BlockList, nothing_readable
+from reshard.core.model.probe import compare_contents
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import BLOCKS, SHARDING_INFO
-from reshard.formats.entries import Extent
-from reshard.readers.listed import BlockList, nothing_readable
-from reshard.source.checkpoint import Checkpoint, TensorSpec
-from reshard.source.facts import Extras
-from reshard.source.headers import read_indexes
-from reshard.source.probe import compare_contents
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import SourceFile, Tensor
     from reshard.core.storage.places import Place
     from reshard.dtypes import DType
-    from reshard.source.checkpoint import SourceFile, Tensor
 
 _MOST_FILES = 100_000
 _NOTES = {SHARDING_INFO, "DCP_VERSION"}

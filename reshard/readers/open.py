@@ -9,6 +9,12 @@ from functools import partial as applied
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
+from reshard.core.model.assemble import assemble
+from reshard.core.model.checkpoint import Checkpoint, SourceFile, unreadable_in
+from reshard.core.model.facts import Opening
+from reshard.core.model.probe import compare_contents
+from reshard.core.records.logs import DIRECTORY, UNREADABLE_LEDGER, unfinished
+from reshard.core.records.made import made_of
 from reshard.core.storage.base import COPY_AGAIN, reading
 from reshard.core.storage.cipher import required
 from reshard.core.storage.places import AnyName, Place, as_place
@@ -38,12 +44,6 @@ from reshard.readers.ranks import (
     with_rules,
 )
 from reshard.readers.runs import iteration_at
-from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, SourceFile, unreadable_in
-from reshard.source.facts import Opening
-from reshard.source.made import made_of
-from reshard.source.probe import compare_contents
-from reshard.source.records import DIRECTORY, UNREADABLE_LEDGER, unfinished
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.records.made import Made
     from reshard.core.storage.cipher import Cipher
     from reshard.readers.openers import Opener
-    from reshard.source.made import Made
 
 
 _WHOLE = {"*": "whole"}

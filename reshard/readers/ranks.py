@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.core.layout.layout import Layout
+from reshard.core.model.headers import indexed, key_of
+from reshard.core.records.made import made_of
 from reshard.core.storage.places import AnyName, Place, as_place
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats.directories import is_later_part
 from reshard.formats.rank_dirs import RANK_PATTERN, rank_of
-from reshard.source.headers import indexed, key_of
-from reshard.source.made import made_of
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ALL_STAGES, check_layouts, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy
@@ -22,10 +22,10 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from reshard.core.model.checkpoint import SourceFile, Tensor
+    from reshard.core.records.made import Made
     from reshard.core.storage.cipher import Cipher
     from reshard.formats.rank_dirs import Step
-    from reshard.source.checkpoint import SourceFile, Tensor
-    from reshard.source.made import Made
 
 COPY = "copy"
 """The rule of a tensor whose value differs by rank, such as the state of a random number generator."""

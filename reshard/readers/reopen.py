@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.model.assemble import assemble
+from reshard.core.model.checkpoint import Checkpoint, unreadable_in
+from reshard.core.model.facts import Opening
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, names
 from reshard.formats.rank_dirs import Step
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import self_described
 from reshard.readers.ranks import index_ranks
-from reshard.source.assemble import assemble
-from reshard.source.checkpoint import Checkpoint, unreadable_in
-from reshard.source.facts import Opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from reshard.core.records.made import Made
+    from reshard.core.records.provenance import InputRecord, SourceRecord
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place
-    from reshard.formats.provenance import InputRecord, SourceRecord
-    from reshard.source.made import Made
     from reshard.strategy.strategy import Strategy
 
 

@@ -21,8 +21,8 @@ from reshard.formats.safetensors import NAME
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.base import ReadStore
-    from reshard.source.checkpoint import Checkpoint
 
 _READ_BYTES = 64 << 20  # the most bytes of a tensor that a thread holds, if one row is not larger
 

@@ -20,13 +20,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import Block, shape_text
+from reshard.core.model.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.core.model.entries import Entry, Extent, FileIndex
+from reshard.core.model.facts import Extras, Object
 from reshard.core.storage.base import truncated
 from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats import zarr
 from reshard.formats.decoding import Decoding, Fill
-from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.carried import CHUNK, KINDS, parse
@@ -35,8 +37,6 @@ from reshard.formats.zarr.chunks import Encoded, slab_bytes
 from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes, read_metadata, strings
 from reshard.formats.zarr.v2 import parse_json, parse_v2
 from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON
-from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
-from reshard.source.facts import Extras, Object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

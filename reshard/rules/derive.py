@@ -16,6 +16,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import shape_text
+from reshard.core.model.checkpoint import Checkpoint, Shard, TensorSpec
+from reshard.core.model.facts import Origin
+from reshard.core.model.reshape import Shared, shards_in
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, UsageError, names
 from reshard.rules.fused_layout import indices, of_fused, of_parts, pieces, placed, zeros
@@ -24,20 +27,17 @@ from reshard.rules.numbers import numbers_in, read_config
 from reshard.rules.patterns import SCALES, Family
 from reshard.rules.programs.megatron import check_arguments
 from reshard.rules.ranges import Ranges, layers_fault
-from reshard.source.checkpoint import Checkpoint, Shard, TensorSpec
-from reshard.source.facts import Origin
-from reshard.source.reshape import Shared, shards_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.checkpoint import Tensor
     from reshard.dtypes import DType
     from reshard.rules.fused_layout import FusedLayout
     from reshard.rules.matching import Bound, Use
     from reshard.rules.rule import Rule
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Tensor
 
 _SCALE_ROWS = 128
 """The rows and columns of a weight that share a scale (DeepSeek-V3); `scale_block` in `let` overrides it."""

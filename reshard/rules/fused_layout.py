@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.layout.axes import position, row_major
 from reshard.core.layout.block import Block, shape_text
+from reshard.core.model.checkpoint import Shard
+from reshard.core.model.entries import Extent
+from reshard.core.model.reshape import laid, shards_in
 from reshard.errors import SourceError
-from reshard.formats.entries import Extent
-from reshard.source.checkpoint import Shard
-from reshard.source.reshape import laid, shards_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.core.layout.block import Shape
-    from reshard.source.checkpoint import Tensor
+    from reshard.core.model.checkpoint import Tensor
 
 
 _SIZES_HINT = "give the number of rows of each part in `sizes`"

@@ -11,15 +11,15 @@ import numpy as np
 from reshard.core.layout.axes import position, row_major
 from reshard.core.layout.block import flat_boxes
 from reshard.core.layout.strided import read_strided
+from reshard.core.model.entries import wants_of
 from reshard.core.storage.cipher import store_of
-from reshard.formats.entries import wants_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
+    from reshard.core.model.entries import Runs
     from reshard.core.storage.base import ReadStore
-    from reshard.formats.entries import Runs
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 WHOLE_BYTES = 1 << 20
 """The most bytes of a tensor that are compared whole."""

@@ -16,12 +16,12 @@ from reshard.strategy.names import matches as matches_any
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.errors import Faults
     from reshard.rules.patterns import Family
     from reshard.rules.ranges import Ranges
     from reshard.rules.rule import Rule
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.names import State
 
 Bound = dict[str, int | str]

@@ -64,10 +64,10 @@ from reshard.strategy.names import optimizer_states
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import AnyName
     from reshard.rules.derive import Derived
     from reshard.rules.rule import Number
-    from reshard.source.checkpoint import Checkpoint
 
 VERSION = 1
 HEADER = "reshard-rules"

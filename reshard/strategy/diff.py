@@ -19,7 +19,7 @@ from reshard.strategy.names import is_training_state, one_stage_advice, optimize
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.strategy.strategy import Placed, Strategy
 
 

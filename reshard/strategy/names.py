@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
-    from reshard.source.checkpoint import Tensor
+    from reshard.core.model.checkpoint import Tensor
     from reshard.strategy.strategy import Strategy
 
 

@@ -10,11 +10,11 @@ from reshard.arguments import checked
 from reshard.core.layout.arrangement import Arranged, Arrangement
 from reshard.core.layout.layout import Layout
 from reshard.core.layout.mesh import Mesh
+from reshard.core.records.schema import Count  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError
 from reshard.readers.checkpoint2.metadata import METADATA, Metadata
 from reshard.readers.runs import iteration_at
-from reshard.strategy.schema import Count  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.strategy.strategy import MOST_RANKS
 
 if TYPE_CHECKING:

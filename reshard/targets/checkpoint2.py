@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Any
 from reshard.arguments import checked_fields
 from reshard.core.layout.arrangement import Arranged
 from reshard.core.layout.mesh import Mesh
+from reshard.core.model.entries import ShardFiles, wants
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import parse_json, read_small
+from reshard.core.target import TargetFile, literal
 from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, names
 from reshard.formats import safetensors
 from reshard.formats.directories import CHECKPOINT2, ORBAX, TRACKER
-from reshard.formats.entries import ShardFiles, wants
 from reshard.formats.sets import MAX_SHARD_BYTES, MOST_STEPS, check_size, check_step, one_after_the_other
 from reshard.formats.zarr import NAME as ZARR
 from reshard.readers.checkpoint2 import COMMON
 from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.readers.runs import iteration_of
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
-from reshard.targets.destination import TargetFile, literal
 from reshard.targets.rank_files import Ranks, copied_whole
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from reshard.core.layout.arrangement import Arrangement
     from reshard.core.layout.block import Shape
     from reshard.core.layout.grid import Grid
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import SizedTensor
     from reshard.core.plan.plan import Request
+    from reshard.core.target import Assigned, TargetInputs, TargetTensor
     from reshard.errors import Faults
-    from reshard.formats.entries import SizedTensor
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 
 PREFIX = "checkpoint"
 """Default prefix of file names, as in mindformers' dynamic-graph mode."""

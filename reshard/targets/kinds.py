@@ -6,9 +6,11 @@ from dataclasses import astuple, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.model.entries import NamedFile, RankFiles, TargetFiles
+from reshard.core.records.schema import Count, InnerPath
+from reshard.core.records.schema import read as read_record
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, Text, UsageError, joined
-from reshard.formats.entries import NamedFile, RankFiles, TargetFiles
 from reshard.formats.sets import CHECKPOINT2_NAME as CHECKPOINT2
 from reshard.formats.sets import (
     DCP,
@@ -29,16 +31,14 @@ from reshard.formats.zarr import NAME as ZARR
 from reshard.formats.zarr import OrbaxTree, ZarrGroup
 from reshard.readers.checkpoint2 import NAME as CHECKPOINT2_NAME
 from reshard.readers.checkpoint2.metadata import METADATA
-from reshard.strategy.schema import Count, InnerPath
-from reshard.strategy.schema import read as read_record
 from reshard.targets.checkpoint2 import Checkpoint2
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import AnyName, Place
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Destination
+    from reshard.core.target import Destination
 
 RANKS = ("safetensors", "ckpt")
 """Words for files of ranks."""

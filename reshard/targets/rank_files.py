@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block, shape_text
 from reshard.core.layout.replicas import stored_once
+from reshard.core.model.entries import Content, FileLayout, ShardFiles, SizedTensor
+from reshard.core.target import Destination, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats import by_name
-from reshard.formats.entries import Content, FileLayout, ShardFiles, SizedTensor
 from reshard.formats.sets import MAX_SHARD_BYTES, HuggingFaceSet, MindSporeSet
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.strategy import Strategy
-from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.targets.sidecars import Sidecars, shard_size
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from reshard.core.layout.arrangement import Arrangement
     from reshard.core.layout.block import Shape
     from reshard.core.layout.grid import Grid
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import Replica
     from reshard.core.plan.plan import Request
+    from reshard.core.target import Assigned, TargetInputs, TargetTensor
     from reshard.errors import Faults
-    from reshard.formats.entries import Replica
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 
 
 class Ranks(Destination):

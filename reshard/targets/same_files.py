@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block
-from reshard.formats.entries import Content, FileLayout
-from reshard.targets.destination import Destination, TargetBlocks, TargetFile, merged_notes
+from reshard.core.model.entries import Content, FileLayout
+from reshard.core.target import Destination, TargetBlocks, TargetFile, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import Format
     from reshard.core.storage.cipher import Cipher
-    from reshard.formats.entries import Format
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Assigned, TargetTensor
+    from reshard.core.target import Assigned, TargetTensor
 
 
 class SameFiles(Destination):

@@ -20,8 +20,8 @@ from struct import pack
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.layout.axes import row_major
+from reshard.core.model.entries import Crc
 from reshard.errors import UsageError
-from reshard.formats.entries import Crc
 from reshard.readers.pickles import Name
 from reshard.readers.torch_save.archive import LARGE, ending
 from reshard.readers.torch_save.tensors import STORAGES

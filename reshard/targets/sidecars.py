@@ -24,9 +24,9 @@ from reshard.readers.dcp.objects import contents
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import TargetTensor
+    from reshard.core.target import TargetTensor
 
 _NAMES = re.compile(
     r"(?:README|LICEN[CS]E|NOTICE|USE_POLICY)(?:\.\w+)?"

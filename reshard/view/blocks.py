@@ -43,7 +43,7 @@ from reshard.view.words import blocks_of, caption_words, cut_words, is_computed,
 if TYPE_CHECKING:
     from reshard.core.layout.block import Shape
     from reshard.core.layout.layout import Layout
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.strategy.strategy import Placed, Strategy
 
 _MOST_CELLS = 576  # rectangles of a side; finer grids are drawn coarser

@@ -26,10 +26,10 @@ from reshard.view.verdict import below
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.bands import Segment
     from reshard.core.plan.plan import Plan, Route, Transfer
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import TargetFile
+    from reshard.core.target import TargetFile
 
 _MAX_END_BOXES = 16
 _MOST_MIDDLES = 14

@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.layout.layout import Layout
+    from reshard.core.model.checkpoint import Checkpoint, SourceFile
     from reshard.core.plan.plan import Plan, Transfer
     from reshard.core.run.graph import Graph
     from reshard.core.run.settings import Report
+    from reshard.core.target import TargetFile
     from reshard.core.verify.difference import Difference
     from reshard.core.verify.verification import Verification
-    from reshard.source.checkpoint import Checkpoint, SourceFile
-    from reshard.targets.destination import TargetFile
     from reshard.view.svg import Picture
     from reshard.view.tables import Groups
 

@@ -14,12 +14,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import Block
+from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched, unreadable_in
+from reshard.core.model.entries import Replica
+from reshard.core.model.facts import Opening
+from reshard.core.model.reshape import stacked_axes
 from reshard.core.plan.select import kinds
 from reshard.errors import Text, UsageError, bytes_text, joined, names, printable
-from reshard.formats.entries import Replica
-from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, matched, unreadable_in
-from reshard.source.facts import Opening
-from reshard.source.reshape import stacked_axes
 from reshard.spelling import missing_name
 from reshard.strategy.names import group_members, group_names, natural, ranges_text
 from reshard.upward import upward
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from reshard.core.layout.block import Shape
-    from reshard.formats.entries import Entry
+    from reshard.core.model.checkpoint import SourceFile
+    from reshard.core.model.entries import Entry
     from reshard.formats.rank_dirs import Step
-    from reshard.source.checkpoint import SourceFile
 
 _SORTED: dict[str, Callable[[str, int], Any]] = {
     "bytes": lambda _, nbytes: -nbytes,
@@ -171,7 +171,7 @@ def rank_parts(
 ) -> list[Checkpoint]:
     """Return a checkpoint for each set of ranks whose files have equal names, dtypes and shapes.
 
-    Ranks mostly share their index (`source.headers`), so each distinct one is examined once.
+    Ranks mostly share their index (`core.model.headers`), so each distinct one is examined once.
     """
     by_rank: dict[int, list[SourceFile]] = {}
     for file, rank in zip(files, ranks, strict=True):

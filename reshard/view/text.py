@@ -23,11 +23,11 @@ from reshard.strategy.names import group_names, ranges_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint, SourceFile
+    from reshard.core.model.facts import SampleStats
     from reshard.core.plan.plan import Plan
     from reshard.core.run.settings import Report
     from reshard.formats.rank_dirs import Step
-    from reshard.source.checkpoint import Checkpoint, SourceFile
-    from reshard.source.facts import SampleStats
 
 _MOST_NAMES = 10
 _MOST_FILES = 8
@@ -207,7 +207,7 @@ def files_lines(
 def looked_text(looked: SampleStats | None) -> str | None:
     """Describe the content sampling done on open, or return None if there is nothing to report.
 
-    >>> from reshard.source.facts import SampleStats
+    >>> from reshard.core.model.facts import SampleStats
     >>> looked_text(SampleStats(2, 10, 4, 1, 70))
     '2 of 10 tensors; 4 of 70 replicas, 1 of them bit for bit; verify compares all'
     >>> looked_text(SampleStats(10, 10, 70, 70, 70))

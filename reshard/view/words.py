@@ -12,12 +12,12 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import shape_text
+from reshard.core.model.checkpoint import stored_files
+from reshard.core.model.reshape import stacked_axes
 from reshard.core.plan.bands import is_grid
 from reshard.core.plan.changes import changes_of
 from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import LayoutError, printable
-from reshard.source.checkpoint import stored_files
-from reshard.source.reshape import stacked_axes
 from reshard.strategy.names import group_names, ranges_text
 from reshard.view.text import count_text, fields_data, plain
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Block, Shape
     from reshard.core.layout.layout import Layout
+    from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.core.plan.plan import Plan
     from reshard.core.run.settings import Report
-    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.strategy.strategy import Placed, Strategy
 
 _SAVED_BY_TORCH = "torch.save"

@@ -41,9 +41,9 @@ from peers import PEAK, TORCH, against_peers, told, torch_table
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.model.entries import Content
 from reshard.dtypes import BFLOAT16
 from reshard.formats import by_name
-from reshard.formats.entries import Content
 
 HIDDEN, INNER, VOCABULARY = 2112, 5760, 24000  # multiples of 48, so that 8 and 6 ranks divide them
 

@@ -46,9 +46,9 @@ from checkpoints import blocks_of, places
 from measure import RESHARD, Measured, measured
 
 import reshard
+from reshard.core.model.entries import Content
 from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.formats import by_name
-from reshard.formats.entries import Content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

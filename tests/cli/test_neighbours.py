@@ -14,8 +14,8 @@ from refusals import failed, refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
+from reshard.core.model.entries import SizedTensor
 from reshard.errors import TargetError
-from reshard.formats.entries import SizedTensor
 from reshard.formats.sets import share_of
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes
 from reshard.compute.moments import CHUNK
 from reshard.compute.pairs import PairMeter
 from reshard.core.layout.block import Block
+from reshard.core.model.stored import StoredBlock, StoredTensor
 from reshard.dtypes import BY_NAME
-from reshard.source.stored import StoredBlock, StoredTensor
 from reshard.view.text import table_lines
 
 if TYPE_CHECKING:

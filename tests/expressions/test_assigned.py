@@ -117,8 +117,8 @@ def test_chunks_are_computed_once_and_few_at_a_time(tmp_path: Path, partition: s
 
 
 def _empty() -> reshard.Checkpoint:
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.source.facts import Opening
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.facts import Opening
 
     return reshard.Checkpoint(Checkpoint("(arrays)", {}, (), (), opening=Opening(by_file=True)))
 

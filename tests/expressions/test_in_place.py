@@ -17,7 +17,7 @@ from reshard.expressions.operand import Operand
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.source.checkpoint import Checkpoint as Record
+    from reshard.core.model.checkpoint import Checkpoint as Record
 
 
 def half_and_half(one: Record, other: Record) -> Checkpoint:

@@ -12,11 +12,11 @@ from format_files import CODE, SAMPLE, Held, contents_of, saved, write
 from refusals import refused
 
 from reshard import formats
+from reshard.core.model.entries import Content
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError, UsageError
 from reshard.formats import ckpt, index_file
 from reshard.formats import safetensors as st_format
-from reshard.formats.entries import Content
 
 if TYPE_CHECKING:
     from collections.abc import Callable

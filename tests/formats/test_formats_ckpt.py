@@ -12,10 +12,10 @@ from checkpoints import places
 from format_files import SAMPLE, contents_of, message, saved, write
 from refusals import refused
 
+from reshard.core.model.entries import Content
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.formats import ckpt, index_file
-from reshard.formats.entries import Content
 from reshard.strategy.proto import message_class
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from reshard.formats import safetensors as st_format
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.formats.entries import FileIndex
+    from reshard.core.model.entries import FileIndex
 
 DAMAGED = {"ckpt": write(ckpt, SAMPLE | CODE), "safetensors": write(st_format, SAMPLE | CODE, {"format": "ms"})}
 MESSAGE_ENDS = {len(write(ckpt, dict(list((SAMPLE | CODE).items())[:count]))) for count in range(1, len(SAMPLE | CODE))}

@@ -13,8 +13,8 @@ from refusals import refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
+from reshard.core.model.entries import NamedFile, RankFiles, ShardFiles, SizedTensor, TargetFiles
 from reshard.errors import UsageError
-from reshard.formats.entries import NamedFile, RankFiles, ShardFiles, SizedTensor, TargetFiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,12 +20,12 @@ from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same
 
 import reshard
 from reshard import Layout, Selection, Strategy, ZarrGroup
+from reshard.core.model.entries import Content
 from reshard.core.plan import budget
 from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.formats import by_name
 from reshard.formats import zarr as format_zarr
-from reshard.formats.entries import Content
 from reshard.formats.zarr.array import clipped
 from reshard.targets.zarr import source_record
 

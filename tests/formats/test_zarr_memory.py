@@ -22,10 +22,10 @@ from zarr_stores import invoke, source
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
 from reshard.core.layout.block import Block
+from reshard.core.model.entries import Content
 from reshard.dtypes import BFLOAT16
 from reshard.errors import BudgetError
 from reshard.formats import by_name
-from reshard.formats.entries import Content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,8 +20,8 @@ from written_dcp import read as read_dcp
 import reshard
 from reshard import Checkpoint2, HuggingFaceSet, Layout, Rules, Selection, Strategy, ZarrGroup
 from reshard.core.layout import strided
+from reshard.core.model import reshape
 from reshard.core.plan import budget
-from reshard.source import reshape
 
 if TYPE_CHECKING:
     from collections import Counter

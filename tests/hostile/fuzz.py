@@ -38,7 +38,7 @@ from reshard.view.words import strategy_data, strategy_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.formats.entries import FileIndex
+    from reshard.core.model.entries import FileIndex
 
 SECONDS = 1.0  # for one file
 HEADROOM = 250_000_000

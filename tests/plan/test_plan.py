@@ -201,9 +201,9 @@ def test_unknown_ranks_and_formats(source: reshard.Checkpoint) -> None:
 
 def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
     """A model of a terabyte that is not there: 64 tensors of 16 GB each, only as headers."""
+    from reshard.core.model.checkpoint import Checkpoint, Sharding, SourceFile, Tensor, TensorSpec
+    from reshard.core.model.entries import Entry, FileIndex, Replica
     from reshard.dtypes import BFLOAT16
-    from reshard.formats.entries import Entry, FileIndex, Replica
-    from reshard.source.checkpoint import Checkpoint, Sharding, SourceFile, Tensor, TensorSpec
 
     shape = (1 << 16, 1 << 17)
     names = [f"w{i}" for i in range(64)]
@@ -233,9 +233,9 @@ def test_tasks_are_few_and_fat(tmp_path: Path) -> None:
 @given(models())
 def test_every_rank_gets_its_blocks_and_no_others(model: Model) -> None:
     """Plan from a source of one whole file, so that only the target side is at stake."""
+    from reshard.core.model.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+    from reshard.core.model.entries import Entry, Extent, FileIndex
     from reshard.dtypes import BY_NAME
-    from reshard.formats.entries import Entry, Extent, FileIndex
-    from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 
     f4 = BY_NAME["float32"]
     full = numbers(model.shapes)

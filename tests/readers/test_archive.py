@@ -30,7 +30,7 @@ from reshard.targets.saved_tensors import saved_tensor, saved_text
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.formats.entries import Summed
+    from reshard.core.model.entries import Summed
 
 PYTHON = os.environ.get("RESHARD_TORCH_PYTHON", "")
 BEFORE = b"what lies before an item"

@@ -16,8 +16,8 @@ from tensor_parallel import PARAMS, llama, part_of, write_llama
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.model import probe
 from reshard.errors import SourceError, StrategyError
-from reshard.source import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,9 +21,9 @@ from refusals import failed, refused
 
 import reshard
 from reshard import Cipher, Layout, Strategy
+from reshard.core.records import made
 from reshard.core.verify.verify import verify
 from reshard.errors import SourceError
-from reshard.source import made
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,11 +17,11 @@ from refusals import refused
 
 import reshard
 from reshard import read_object
+from reshard.core.model.checkpoint import TensorSpec
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.readers.dcp import objects as module
 from reshard.readers.pickles import Name, PickledObject
-from reshard.source.checkpoint import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
+from reshard.core.model.entries import RangeReader
 from reshard.errors import SourceError
-from reshard.formats.entries import RangeReader
 from reshard.readers import pickles
 from reshard.readers.pickles import Name, Pairs, PickledObject, unpickled
 

@@ -32,11 +32,11 @@ from samples import slow
 
 import reshard
 from reshard import Cipher, HuggingFaceSet, Layout, LoRA, Rules, Selection, Strategy, ZarrGroup
+from reshard.core.model.checkpoint import Shard, Tensor
+from reshard.core.model.entries import Extent
 from reshard.core.plan import budget
 from reshard.core.storage.cipher import store_of
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
-from reshard.formats.entries import Extent
-from reshard.source.checkpoint import Shard, Tensor
 
 if TYPE_CHECKING:
     from pathlib import Path

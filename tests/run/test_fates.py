@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.core.records.logs import Record
 from reshard.core.run.preflight import Do, Fate, FileState, Planned, Policy, fate, fates, files_with
 from reshard.core.storage.page_cache import boot_id
-from reshard.source.records import Record
 
 NOW, OTHER = (10, 1), (10, 2)
 WANTED = Planned("9f", 10)

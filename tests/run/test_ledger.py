@@ -10,11 +10,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from stopped_runs import small_tasks
 
+from reshard.core.records import logs as records
+from reshard.core.records.logs import DIRECTORY, Record, known
 from reshard.core.run.ledger import Ledger
 from reshard.core.run.sums import longest, sum_of
 from reshard.core.storage.crc import crc32c
-from reshard.source import records
-from reshard.source.records import DIRECTORY, Record, known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,9 +12,9 @@ from stopped_runs import TARGET, small_tasks, source, stopped
 
 import reshard
 from reshard.core.plan.plan import file_digests
+from reshard.core.records.logs import DIRECTORY
 from reshard.core.storage.base import unfinished_path
 from reshard.errors import TargetError
-from reshard.source.records import DIRECTORY
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,10 +16,10 @@ from refusals import refused
 from remotes import COLUMNS, FULL, ROWS, get
 
 import reshard
+from reshard.core.records.logs import DIRECTORY
 from reshard.core.run import locks
 from reshard.core.run.locks import LockObjects
 from reshard.errors import TargetError
-from reshard.source.records import DIRECTORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

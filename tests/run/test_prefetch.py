@@ -9,10 +9,10 @@ import pytest
 from checkpoints import write_file
 
 import reshard
+from reshard.core.model.entries import merged
 from reshard.core.plan import budget
 from reshard.core.storage import page_cache
 from reshard.core.storage.local import LocalStore
-from reshard.formats.entries import merged
 
 if TYPE_CHECKING:
     from pathlib import Path

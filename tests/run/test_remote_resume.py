@@ -19,9 +19,9 @@ from samples import slow
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan.plan import file_digests
+from reshard.core.records.logs import DIRECTORY
 from reshard.core.run import session
 from reshard.errors import ChangedError, TargetError, bytes_text
-from reshard.source.records import DIRECTORY
 from reshard.view.text import report_text
 
 if TYPE_CHECKING:

@@ -39,18 +39,18 @@ from stopped_runs import (
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.layout.block import Block
+from reshard.core.model.entries import covers
 from reshard.core.plan import budget, partition
 from reshard.core.plan.bands import Recipe
 from reshard.core.plan.partition import bytes_left, remaining
 from reshard.core.plan.plan import file_digests
+from reshard.core.records import logs as records
 from reshard.core.run.preflight import Do, files_with, preflight
 from reshard.core.run.settings import RunOptions
 from reshard.core.run.sums import spans_of
 from reshard.core.storage.base import PARTIAL, unfinished_path
 from reshard.core.storage.crc import crc32c
 from reshard.errors import TargetError, bytes_text
-from reshard.formats.entries import covers
-from reshard.source import records
 
 if TYPE_CHECKING:
     from pathlib import Path

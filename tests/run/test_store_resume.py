@@ -15,10 +15,10 @@ from stopped_runs import StoppedError, small_tasks, source, stop_after, stopped
 
 import reshard
 from reshard import ZarrGroup
+from reshard.core.records.logs import DIRECTORY
 from reshard.core.run.locks import LockObjects
 from reshard.core.run.session import Session
 from reshard.errors import TargetError
-from reshard.source.records import DIRECTORY
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,9 +18,9 @@ from stopped_runs import SOURCE, TARGET, small_tasks, source, stopped  # noqa: F
 import reshard
 from reshard import SourceError
 from reshard.cli.commands import TYPED, Command
+from reshard.core.records.logs import Record, known, unfinished
 from reshard.core.run.ledger import Ledger
 from reshard.readers.catalog import stored_checkpoints
-from reshard.source.records import Record, known, unfinished
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from checkpoints import write_file
 
+from reshard.core.model import headers
+from reshard.core.model.headers import Headers
 from reshard.core.storage.base import Around
 from reshard.core.storage.places import AnyStore, any_store
 from reshard.formats import ckpt, index_file
-from reshard.source import headers
-from reshard.source.headers import Headers
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.formats.entries import FileIndex
+    from reshard.core.model.entries import FileIndex
 
 FORMATS = pytest.mark.parametrize("format", ["safetensors", "ckpt"])
 

@@ -11,6 +11,7 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.model import headers
 from reshard.core.plan.partition import partitioned
 from reshard.core.run.beside import with_neighbours
 from reshard.core.run.preflight import preflight
@@ -18,7 +19,6 @@ from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.filesystems import FileSystemClient
 from reshard.formats import index_file
-from reshard.source import headers
 
 if TYPE_CHECKING:
     from pathlib import Path

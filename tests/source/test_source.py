@@ -12,9 +12,9 @@ from refusals import check, refused
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.core.model import probe
 from reshard.errors import SourceError, StrategyError, UsageError
 from reshard.formats.rank_dirs import Step
-from reshard.source import probe
 from reshard.view.tables import checkpoint_data
 
 if TYPE_CHECKING:

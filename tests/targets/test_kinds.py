@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 from refusals import refused
 
+from reshard.core.model.entries import NamedFile
 from reshard.errors import UsageError
-from reshard.formats.entries import NamedFile
 from reshard.formats.sets import DCP, TO, DeepSpeedUniversal, HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr import OrbaxTree, ZarrGroup
 from reshard.targets.checkpoint2 import Checkpoint2

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dcp_files import Box
 
-    from reshard.formats.entries import Summed
+    from reshard.core.model.entries import Summed
 
 W = np.arange(24, dtype=np.float32).reshape(6, 4)
 BOX: Box = (0, 0), W.shape

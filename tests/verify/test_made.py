@@ -16,16 +16,16 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.core.records.logs import digest
+from reshard.core.records.made import made_of
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError
-from reshard.source.made import made_of
-from reshard.source.records import digest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.core.plan.plan import Plan
-    from reshard.targets.destination import TargetFile
+    from reshard.core.target import TargetFile
 
 FULL = numbers({"w": (48, 16), "b": (24,), "c": (12, 8), "moments.w": (48, 16)})
 ALSO = {"step": np.array(7, np.int64), "note": "größe"}

@@ -20,9 +20,9 @@ from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture that is
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.records.logs import known
 from reshard.core.verify import manifest_files
 from reshard.errors import UsageError
-from reshard.source.records import known
 
 if TYPE_CHECKING:
     from reshard.core.run.settings import Report

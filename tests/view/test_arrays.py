@@ -24,13 +24,13 @@ from samples import examples
 import reshard
 from reshard.core.layout import strided
 from reshard.core.layout.block import Block
+from reshard.core.model.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.core.model.entries import Content, Entry, Extent, FileIndex
+from reshard.core.model.stored import StoredTensor
 from reshard.core.plan.plan import RankBlock
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError
 from reshard.formats import by_name, index_file
-from reshard.formats.entries import Content, Entry, Extent, FileIndex
-from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
-from reshard.source.stored import StoredTensor
 from reshard.view.arrays import sub_array, tensor_array
 from reshard.view.ranks import RankArrays
 

@@ -13,10 +13,10 @@ from test_show import large
 
 import reshard
 from reshard.core.layout.layout import Layout
+from reshard.core.model import stored
 from reshard.core.storage.local import LocalStore
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
-from reshard.source import stored
 from reshard.strategy.strategy import Strategy
 from reshard.view.tables import checkpoint_text
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.base import Want
-    from reshard.source.checkpoint import Checkpoint
 
 SHAPES = {
     "layers.0.attn.wq": (16, 8),
@@ -301,8 +301,8 @@ def test_a_slice_that_is_used_twice_reads_no_more(tmp_path: Path, store: Countin
 
 def written(root: Path, values: np.ndarray[Any, Any], dtype: str, strategy: Strategy) -> Checkpoint:
     """A safetensors checkpoint of one tensor `w`."""
+    from reshard.core.model.entries import Content
     from reshard.formats import by_name
-    from reshard.formats.entries import Content
 
     for rank, block in strategy.grid("w", values.shape).by_rank().items():
         part = np.ascontiguousarray(values[tuple(map(slice, block.start, block.stop))])

@@ -24,13 +24,13 @@ from test_show import large
 import reshard
 from reshard.core.layout.block import Block
 from reshard.core.layout.layout import Layout
+from reshard.core.model.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.core.model.entries import Entry, Extent, FileIndex
 from reshard.core.run.graph import Graph
 from reshard.core.run.settings import Receipt, Report, TaskOptions
 from reshard.core.verify.difference import Difference
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.dtypes import BY_NAME
-from reshard.formats.entries import Entry, Extent, FileIndex
-from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.strategy.strategy import Strategy
 from reshard.view import flow
 from reshard.view.blocks import DrawnSide, draw

@@ -12,8 +12,8 @@ from refusals import refused
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.layout.block import Block
+from reshard.core.model.entries import Extent
 from reshard.errors import UsageError
-from reshard.formats.entries import Extent
 from reshard.view.ranks import StoredArrays, stored_arrays
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import reshard
 from reshard.core.layout.block import Block
 from reshard.core.layout.layout import Layout
+from reshard.core.model.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
+from reshard.core.model.entries import Entry, Extent, FileIndex, Replica
 from reshard.dtypes import BY_NAME
 from reshard.errors import printable
-from reshard.formats.entries import Entry, Extent, FileIndex, Replica
-from reshard.source.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
 from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
 from reshard.view.tables import checkpoint_text, rank_files_data, rank_files_text, rank_parts

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from reshard.api.demos.examples import seventy_billion, torchtitan, training, unpack_mindspore, write_large
 from reshard.arguments import checked
+from reshard.core.records.logs import DIRECTORY
+from reshard.core.records.made import made_of
 from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, TargetError, UsageError
-from reshard.source.made import made_of
-from reshard.source.records import DIRECTORY
 
 if TYPE_CHECKING:
     import os

@@ -36,10 +36,10 @@ from reshard.view.progress import progress
 if TYPE_CHECKING:
     from reshard.api.asked import OpenOptions
     from reshard.compute.stats import CheckpointStats
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.errors import ReshardError
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint
 
 _WORDS = ("reading", "reading")
 

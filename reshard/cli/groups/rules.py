@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.api.asked import OpenOptions
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.rules.derive import Derived
-    from reshard.source.checkpoint import Checkpoint
 
 
 @click.group(cls=Group, name="rules")

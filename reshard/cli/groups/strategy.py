@@ -20,11 +20,11 @@ from reshard.cli.options import (
 )
 from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY
+from reshard.core.model.holdings import strategy_of
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_yaml, refuse_existing, refuse_inputs
 from reshard.errors import Faults, SourceError, UsageError, VerifyError, bytes_text, printable
 from reshard.readers.open import open as open_checkpoint
-from reshard.source.holdings import strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from reshard.api.asked import OpenOptions
     from reshard.core.layout.layout import Layout
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
-    from reshard.source.checkpoint import Checkpoint
     from reshard.strategy.diff import Diff, LayoutChange
     from reshard.strategy.strategy import Strategy
 
@@ -190,8 +190,8 @@ def make_strategy(
     training's state (global_step and the like), and what the source strategy does not name, is left out unless a rule
     gives it a layout.
     """
+    from reshard.core.model.holdings import strategy_by_rules
     from reshard.readers.open import files_read
-    from reshard.source.holdings import strategy_by_rules
 
     refuse_existing(output, overwrite=overwrite)
     checkpoint = open_checkpoint(like, **vars(opening))

@@ -25,8 +25,8 @@ from reshard.formats.zarr import NAME as ZARR
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from reshard.source.checkpoint import Checkpoint, Tensor
-    from reshard.targets.destination import Destination, TargetTensor
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
+    from reshard.core.target import Destination, TargetTensor
 
 BAND_BYTES = 4 << 20
 """Maximum bytes of a tensor that a thread reads at once; the fastest of 1 to 16 MB, as measured."""

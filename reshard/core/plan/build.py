@@ -18,25 +18,25 @@ from typing import TYPE_CHECKING
 
 from reshard.core.layout.axes import boxes
 from reshard.core.layout.strided import is_permuted
+from reshard.core.model.checkpoint import stored_files
+from reshard.core.model.entries import Replica, part_of
 from reshard.core.plan.bands import Recipe, is_grid
 from reshard.core.plan.partition import share_out
 from reshard.core.plan.plan import Plan, Route, Stats, Transfer
 from reshard.errors import Faults, SourceError
-from reshard.formats.entries import Replica, part_of
-from reshard.source.checkpoint import stored_files
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor
+    from reshard.core.model.entries import FileLayout, Runs
     from reshard.core.plan.budget import Budget
     from reshard.core.storage.base import Coding
     from reshard.core.storage.cipher import Cipher
+    from reshard.core.target import Destination, TargetBlocks, TargetFile, TargetTensor
     from reshard.formats.decoding import Decoding
-    from reshard.formats.entries import FileLayout, Runs
-    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.targets.destination import Destination, TargetBlocks, TargetFile, TargetTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,8 +15,8 @@ from reshard.strategy.names import matches, matching, no_match, optimizer_states
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.plan import Plan
-    from reshard.source.checkpoint import Checkpoint
 
 
 class Change(NamedTuple):

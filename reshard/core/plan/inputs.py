@@ -15,9 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from reshard.arguments import checked
-from reshard.dtypes import INT4, DType, by_name
-from reshard.errors import Faults, Option, Text, UsageError, names
-from reshard.formats.provenance import (
+from reshard.core.records.provenance import (
     LoraRecord,
     Provenance,
     SelectionRecord,
@@ -25,16 +23,18 @@ from reshard.formats.provenance import (
     StrategyRecord,
     TargetRecord,
 )
+from reshard.dtypes import INT4, DType, by_name
+from reshard.errors import Faults, Option, Text, UsageError, names
 from reshard.strategy.names import matching, no_match, omitted, optimizer_states
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.plan import Plan
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint
 
 _MOST_STARS = 8
 

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING
 
 from reshard import environment
 from reshard.core.layout.arrangement import Arrangement
+from reshard.core.model.assemble import assemble_whole
+from reshard.core.model.checkpoint import Checkpoint
+from reshard.core.model.entries import NamedFile, RankFiles
+from reshard.core.model.facts import Opening
+from reshard.core.model.holdings import strategy_of
+from reshard.core.model.reshape import with_shapes
 from reshard.core.plan.budget import BAND_BYTES, IMPORTED_BYTES, budget
 from reshard.core.plan.build import build
 from reshard.core.plan.inputs import Selection, derived, globs
@@ -15,24 +21,18 @@ from reshard.core.plan.plan import Plan, Request, Stats
 from reshard.core.plan.select import select, select_listed
 from reshard.core.storage.cipher import MODE
 from reshard.core.storage.places import as_place
+from reshard.core.target import TargetInputs, TargetTensor
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text, names
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
 from reshard.formats import by_name, formats
-from reshard.formats.entries import NamedFile, RankFiles
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import read_index
 from reshard.formats.zarr.files import is_store
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers
 from reshard.readers.openers import self_described
-from reshard.source.assemble import assemble_whole
-from reshard.source.checkpoint import Checkpoint
-from reshard.source.facts import Opening
-from reshard.source.holdings import strategy_of
-from reshard.source.reshape import with_shapes
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
-from reshard.targets.destination import TargetInputs, TargetTensor
 from reshard.targets.kinds import OF_FORMATS, destination_of
 from reshard.targets.same_files import SameFiles
 from reshard.targets.sidecars import sidecar_names
@@ -40,11 +40,11 @@ from reshard.targets.sidecars import sidecar_names
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from reshard.core.model.checkpoint import SourceFile
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName, Place
+    from reshard.core.target import Destination, TargetFile
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import SourceFile
-    from reshard.targets.destination import Destination, TargetFile
     from reshard.targets.kinds import AnyFiles
 
 

@@ -27,6 +27,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from reshard.core.model.entries import covers, ranges
 from reshard.core.plan import budget
 from reshard.core.plan.bands import AHEAD, Recipe
 from reshard.core.plan.budget import times_held
@@ -36,16 +37,15 @@ from reshard.core.plan.uploads.sending import extra_bands, file_bytes, library_b
 from reshard.core.storage.places import can
 from reshard.core.storage.urls.pool import shared_bytes
 from reshard.errors import UsageError
-from reshard.formats.entries import covers, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.core.layout.block import Block
+    from reshard.core.model.entries import FileLayout, Spans
     from reshard.core.plan.bands import Columns
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Plan, Transfer
-    from reshard.formats.entries import FileLayout, Spans
 
 PARTITIONS = ("tensor", "file")
 

@@ -12,25 +12,25 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import Block
-from reshard.source.checkpoint import stored_files
-from reshard.source.headers import index_digests
-from reshard.source.records import digest
+from reshard.core.model.checkpoint import stored_files
+from reshard.core.model.headers import index_digests
+from reshard.core.records.logs import digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.core.layout.arrangement import Arrangement
+    from reshard.core.model.checkpoint import Checkpoint, SourceFile
+    from reshard.core.model.entries import Extent, FileLayout, Replica, Runs
     from reshard.core.plan.bands import Recipe
     from reshard.core.plan.budget import Share
     from reshard.core.plan.inputs import Selection
     from reshard.core.storage.base import TargetCoding
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.urls.s3.upload_parts import Copied
+    from reshard.core.target import TargetFile
     from reshard.dtypes import DType
-    from reshard.formats.entries import Extent, FileLayout, Replica, Runs
-    from reshard.source.checkpoint import Checkpoint, SourceFile
     from reshard.strategy.strategy import Strategy
-    from reshard.targets.destination import TargetFile
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,29 +27,29 @@ from typing import TYPE_CHECKING
 
 from reshard.core.layout.arrangement import Arrangement
 from reshard.core.layout.grid import MOST_DEVICES
+from reshard.core.model.facts import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
+from reshard.core.model.headers import index_digests, pages_digest
 from reshard.core.plan.inputs import provenance_of, selection_of
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.plan import plan_digest
+from reshard.core.records.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
+from reshard.core.records.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
+from reshard.core.records.schema import read as read_record
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.directories import is_iteration
-from reshard.formats.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
 from reshard.formats.zarr import METADATA
 from reshard.formats.zarr import NAME as ZARR
 from reshard.readers.open import files_of_sources
 from reshard.readers.reopen import recomputed, reopen
-from reshard.source.facts import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
-from reshard.source.headers import index_digests, pages_digest
-from reshard.strategy.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
-from reshard.strategy.schema import read as read_record
 from reshard.targets.arrangements import ArrangementRecord
 from reshard.targets.kinds import FilesRecord
 
 if TYPE_CHECKING:
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.plan import Plan, Request
     from reshard.core.storage.cipher import Cipher
-    from reshard.source.checkpoint import Checkpoint
 
 VERSION = 2
 

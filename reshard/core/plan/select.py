@@ -23,11 +23,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.layout.arrangement import Arrangement
+from reshard.core.model.holdings import leave_out
 from reshard.core.plan.inputs import Renaming, Selection, unmatched
 from reshard.dtypes import by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError
 from reshard.expressions.quantized.methods import refuse_parted
-from reshard.source.holdings import leave_out
 from reshard.strategy.names import (
     STEPS,
     is_step,
@@ -43,7 +43,7 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.strategy.names import State
 
 _COUNTED = re.compile(r"^(?P<glob>.+)@(?P<count>\d+)$", re.DOTALL)

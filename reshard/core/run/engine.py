@@ -17,11 +17,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.strided import Ahead
+from reshard.core.model.entries import ranges, wants, wants_of
 from reshard.core.plan.bands import AHEAD, VIEWS, cut, elements_of, is_whole, runs_of_equal_parts, views_of
 from reshard.core.storage.crc import crc32, crc32c
 from reshard.core.storage.handles import thread
 from reshard.core.storage.places import in_batches
-from reshard.formats.entries import ranges, wants, wants_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.entries import Extent, Runs
     from reshard.core.plan.bands import Rows
     from reshard.core.plan.plan import Piece, Plan, Transfer
     from reshard.core.storage.base import ReadStore, Want
     from reshard.core.storage.sinks import Sinks
     from reshard.dtypes import DType
-    from reshard.formats.entries import Extent, Runs
 
     Array = NDArray[Any]
 

@@ -32,6 +32,7 @@ from dask.threaded import get as threaded_get
 
 from reshard.core.plan.partition import partitioned
 from reshard.core.plan.plan import Task as PlanTask
+from reshard.core.records.logs import DIRECTORY
 from reshard.core.run.clusters.carried import carries_arrays
 from reshard.core.run.layers import PlanNode, kinds_of, staged
 from reshard.core.run.locks import locks_at
@@ -50,7 +51,6 @@ from reshard.core.run.unchanged import check_sources
 from reshard.core.storage.places import as_place, can
 from reshard.errors import names
 from reshard.sizes import counted
-from reshard.source.records import DIRECTORY
 from reshard.upward import upward
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Plan
     from reshard.core.run.settings import Receipt
     from reshard.core.storage.places import AnyName
+    from reshard.core.target import TargetFile
     from reshard.expressions.assigned import FromArray, Key
-    from reshard.targets.destination import TargetFile
 
 FILES_A_TASK = 32
 """The most target files that a task creates or finishes."""

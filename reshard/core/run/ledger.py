@@ -1,6 +1,6 @@
 """The ledger of a target: records of its files, and locks for writing them.
 
-`hold` locks files, `load` returns their records, `add` appends records, `forget` revokes them. `source.records`
+`hold` locks files, `load` returns their records, `add` appends records, `forget` revokes them. `core.records.logs`
 describes the logs. A run writes its own log, once it has something to record, and removes logs of earlier runs that
 mention no other files than its own. So no log is ever appended to by two runs, or through a second name (`cp -l`).
 
@@ -15,14 +15,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.run.locks import locks_at, opened
-from reshard.core.storage.local import write_error
-from reshard.core.storage.page_cache import sync_file
-from reshard.core.storage.places import as_place, can, store_at
-from reshard.core.storage.small import read_small
-from reshard.core.storage.urls.remote import remote_store
-from reshard.errors import ReshardError, SourceError, TargetError, names
-from reshard.source.records import (
+from reshard.core.records.logs import (
     DIRECTORY,
     LONGEST_COMMAND,
     RANGES_A_LINE,
@@ -37,6 +30,13 @@ from reshard.source.records import (
     listed,
     parts_of,
 )
+from reshard.core.run.locks import locks_at, opened
+from reshard.core.storage.local import write_error
+from reshard.core.storage.page_cache import sync_file
+from reshard.core.storage.places import as_place, can, store_at
+from reshard.core.storage.small import read_small
+from reshard.core.storage.urls.remote import remote_store
+from reshard.errors import ReshardError, SourceError, TargetError, names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ class Ledger:
     Args:
         root: the target, a local path or a URL.
         keeps: write records; otherwise there are only locks, if the file system has any.
-        provenance: the provenance of the files, as in `source.made`; empty if it is not recorded.
+        provenance: the provenance of the files, as in `core.records.made`; empty if it is not recorded.
         sources: a digest of the last change of the source files (`changes_digest`).
         command: the words of the command that runs, to resume it.
         room: how many bytes to reserve for the log, so that a full disk does not prevent records.

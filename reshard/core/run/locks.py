@@ -27,12 +27,12 @@ from hashlib import sha256
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, Protocol
 
+from reshard.core.records.logs import DIRECTORY, UNSOUND
 from reshard.core.storage.local import write_error
 from reshard.core.storage.page_cache import boot_id
 from reshard.core.storage.places import as_place, can
 from reshard.core.storage.urls.remote import remote_store
 from reshard.errors import ReshardError, TargetError, names
-from reshard.source.records import DIRECTORY, UNSOUND
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

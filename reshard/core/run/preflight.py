@@ -16,7 +16,9 @@ from enum import Enum
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.model.entries import SomeFiles
 from reshard.core.plan.plan import changes_digest, file_digests
+from reshard.core.records.logs import DIRECTORY, Record
 from reshard.core.run.ledger import known_of_target, records_beside, refuse_foreign
 from reshard.core.run.locks import refuse_link
 from reshard.core.run.unchanged import are_of_others, is_as_planned
@@ -29,15 +31,13 @@ from reshard.core.storage.urls.remote import REQUESTS
 from reshard.errors import Option, TargetError, Text, names
 from reshard.formats import check_name
 from reshard.formats.directories import is_iteration, is_of_a_set
-from reshard.formats.entries import SomeFiles
-from reshard.source.records import DIRECTORY, Record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from reshard.core.plan.plan import Plan
+    from reshard.core.records.logs import State
     from reshard.core.run.settings import RunOptions
-    from reshard.source.records import State
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard import environment
 from reshard.core.plan.partition import partitioned
+from reshard.core.records.logs import DIRECTORY
 from reshard.core.run.beside import older_files, refuse_other_ranks
 from reshard.core.run.clusters.where import located
 from reshard.core.run.clusters.workers import check_workers
@@ -29,7 +30,6 @@ from reshard.core.storage.local import local_store
 from reshard.core.storage.places import any_store, as_place, can
 from reshard.core.storage.threads import processor_count
 from reshard.core.storage.urls.pool import pool
-from reshard.source.records import DIRECTORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable

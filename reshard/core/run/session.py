@@ -16,9 +16,13 @@ from dataclasses import replace
 from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.model.entries import merged
+from reshard.core.model.headers import contents_digest
 from reshard.core.plan.inputs import ledger_provenance
 from reshard.core.plan.partition import bytes_left, remaining
 from reshard.core.plan.plan import changes_digest, file_digests
+from reshard.core.records.logs import Record, digest
+from reshard.core.records.made import provenance_file
 from reshard.core.run.beside import remove_older
 from reshard.core.run.ledger import Ledger, refuse_foreign
 from reshard.core.run.preflight import (
@@ -42,22 +46,18 @@ from reshard.core.storage.places import can
 from reshard.core.storage.threads import map_ordered
 from reshard.core.storage.urls.remote import REQUESTS, remote_store
 from reshard.errors import BudgetError, ChangedError, Option, ReshardError, Text, bytes_text
-from reshard.formats.entries import merged
 from reshard.messages import log
-from reshard.source.headers import contents_digest
-from reshard.source.made import provenance_file
-from reshard.source.records import Record, digest
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.core.model.entries import FileLayout
     from reshard.core.plan.plan import Plan
+    from reshard.core.records.logs import Range, State
     from reshard.core.run.beside import Older
     from reshard.core.run.settings import Receipt, RunOptions
     from reshard.core.storage.base import Status
-    from reshard.formats.entries import FileLayout
-    from reshard.source.records import Range, State
 
 FLUSH_SECONDS = 1.0
 """Interval in which receipts are recorded; if the process dies, unrecorded ranges are written again."""

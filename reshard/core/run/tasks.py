@@ -14,6 +14,7 @@ from functools import partial
 from heapq import merge
 from typing import TYPE_CHECKING
 
+from reshard.core.model.entries import merged
 from reshard.core.plan.partition import whole_files
 from reshard.core.plan.uploads.copies import needed_pieces
 from reshard.core.plan.uploads.sending import reserve
@@ -32,18 +33,17 @@ from reshard.core.storage.sinks import Ordered, Sinks, Summing
 from reshard.core.storage.threads import live_runs
 from reshard.core.storage.urls.remote import remote_store
 from reshard.errors import SourceError, TargetError
-from reshard.formats.entries import merged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.model.entries import Crc, FileLayout
     from reshard.core.plan.plan import Piece, Plan, Transfer
+    from reshard.core.records.logs import Range
     from reshard.core.storage.base import ReadStore, Sink
     from reshard.core.storage.urls.s3.upload_parts import Upload
+    from reshard.core.target import TargetFile
     from reshard.expressions.assigned import Key
-    from reshard.formats.entries import Crc, FileLayout
-    from reshard.source.records import Range
-    from reshard.targets.destination import TargetFile
 
 SYNC_TASKS = 16
 """With `drop_cache`, one of this many tasks waits until the files of all of them are on the disk."""

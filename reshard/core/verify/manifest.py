@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from reshard.arguments import checked
 from reshard.core.layout.block import LONGEST_NAME
+from reshard.core.records.schema import FormatError, Kind, read
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import parse_json, read_small, refuse_existing, write_whole
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import Faults, SourceError, names
-from reshard.strategy.schema import FormatError, Kind, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
 from reshard.core.layout.block import shape_text
+from reshard.core.model.entries import FileIndex
+from reshard.core.model.headers import gaps
 from reshard.core.storage.base import truncated_text
 from reshard.core.storage.crc import crc32c
 from reshard.core.storage.places import as_place, workers_at
@@ -24,23 +26,21 @@ from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.dtypes import STR
 from reshard.errors import EncryptedError, SourceError, UsageError, names
 from reshard.formats import index_file
-from reshard.formats.entries import FileIndex
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN, leftovers
 from reshard.formats.sets import set_indexes
 from reshard.formats.zarr import NAME as ZARR
 from reshard.readers.open import read_headers
-from reshard.source.headers import gaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.model.checkpoint import SourceFile
+    from reshard.core.model.entries import Entry, FileLayout, Runs
     from reshard.core.run.settings import Progress, Report
     from reshard.core.storage.places import AnyName, Place
+    from reshard.core.target import TargetFile
     from reshard.core.verify.difference import Kind
     from reshard.core.verify.sums import OnProgress
-    from reshard.formats.entries import Entry, FileLayout, Runs
-    from reshard.source.checkpoint import SourceFile
-    from reshard.targets.destination import TargetFile
 
 
 @checked

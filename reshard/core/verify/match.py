@@ -10,23 +10,23 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import shape_text
+from reshard.core.model.assemble import assemble_whole
+from reshard.core.model.checkpoint import unreadable_in
+from reshard.core.model.holdings import MissingBlocks, is_deduplicated
 from reshard.core.plan.select import all_states, has_no_place, select
 from reshard.core.verify.difference import Difference
 from reshard.errors import Option, SourceError, Text
 from reshard.formats.safetensors import NAME as SAFETENSORS
 from reshard.formats.sets import DCP_ITEMS
 from reshard.formats.zarr import NAME as ZARR
-from reshard.source.assemble import assemble_whole
-from reshard.source.checkpoint import unreadable_in
-from reshard.source.holdings import MissingBlocks, is_deduplicated
 from reshard.strategy.names import matches
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.plan.inputs import Selection
     from reshard.core.verify.difference import Kind
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 
 _ABSENT = "is in the source, not in the target"

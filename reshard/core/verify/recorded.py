@@ -10,23 +10,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.core.plan.inputs import derived, selection_of
+from reshard.core.records.logs import known
 from reshard.core.storage.places import any_store, as_place, workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.core.verify.difference import Difference
 from reshard.core.verify.sums import sum_contents
 from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
 from reshard.readers.reopen import reopen
-from reshard.source.records import known
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import Runs
     from reshard.core.plan.inputs import Selection
+    from reshard.core.records.made import Made
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place
-    from reshard.formats.entries import Runs
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.source.made import Made
 
 Sums = tuple[tuple[Difference, ...], int, int]
 """Differences from the ledger, the number of compared ranges, and their bytes."""

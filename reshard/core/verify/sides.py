@@ -20,33 +20,33 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from reshard.core.model.checkpoint import Checkpoint, unreadable_in
+from reshard.core.model.facts import Opening
 from reshard.core.plan.changes import refuse_unused_changes
 from reshard.core.plan.inputs import Selection, derived
 from reshard.core.plan.select import select_listed
+from reshard.core.records.logs import digest
+from reshard.core.records.provenance import SourceRecord
+from reshard.core.records.schema import to_json
 from reshard.core.storage.places import as_place
 from reshard.core.verify.recorded import noted_source, selection_in
 from reshard.core.verify.structure import refuse_deduplicated
 from reshard.errors import Faults, GoneError, Option, ReshardError, SourceError, Text, UsageError, joined, names
-from reshard.formats.provenance import SourceRecord
 from reshard.readers.open import made_at, read_headers
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import self_described
 from reshard.readers.reopen import reopen_target
 from reshard.readers.runs import iteration_at
-from reshard.source.checkpoint import Checkpoint, unreadable_in
-from reshard.source.facts import Opening
-from reshard.source.records import digest
 from reshard.strategy.names import matching, no_match
-from reshard.strategy.schema import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
+    from reshard.core.records.made import Made
+    from reshard.core.records.provenance import SelectionRecord
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName
-    from reshard.formats.provenance import SelectionRecord
-    from reshard.source.made import Made
     from reshard.strategy.strategy import Strategy
 
 _LONGEST_LINEAGE = 16

@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import cover_fault
+from reshard.core.model.holdings import MissingBlocks, in_several_stages, is_deduplicated, leave_out, with_all_stages
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
-from reshard.source.holdings import MissingBlocks, in_several_stages, is_deduplicated, leave_out, with_all_stages
 from reshard.strategy.names import matches, optimizer_states, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reshard.core.model.checkpoint import Checkpoint, Sharding
     from reshard.core.plan.inputs import Selection
-    from reshard.source.checkpoint import Checkpoint, Sharding
     from reshard.strategy.strategy import Strategy
 
 

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard import environment
+from reshard.core.model.entries import wants
 from reshard.core.plan import budget
 from reshard.core.run.engine import scratch
 from reshard.core.run.executor import map_tasks
@@ -18,16 +19,15 @@ from reshard.core.storage.places import in_batches
 from reshard.core.storage.threads import map_ordered, processor_count
 from reshard.core.verify.difference import Difference
 from reshard.errors import UsageError
-from reshard.formats.entries import wants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import Runs, Summed
     from reshard.core.run.settings import Progress
     from reshard.core.storage.base import Coding, ReadStore, Want
     from reshard.core.storage.crc import Checksum
-    from reshard.formats.entries import Runs, Summed
-    from reshard.source.checkpoint import Checkpoint
 
     OnProgress = Callable[[int, int], None]
     """Called with the bytes done and the bytes to be done."""

@@ -20,6 +20,8 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Any
 
 from reshard import environment
+from reshard.core.model.checkpoint import Checkpoint
+from reshard.core.model.reshape import with_shapes
 from reshard.core.plan.budget import comparison_budget
 from reshard.core.plan.changes import cast_advice, changes
 from reshard.core.plan.inputs import Selection
@@ -35,12 +37,12 @@ from reshard.formats.rank_dirs import leftovers, rank_of
 from reshard.formats.sets import read_index
 from reshard.readers.open import made_at
 from reshard.readers.safetensors_library import by_library, read_by_library, unread_by_library
-from reshard.source.checkpoint import Checkpoint
-from reshard.source.reshape import with_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from reshard.core.model.facts import SampleStats
+    from reshard.core.records.made import Made
     from reshard.core.run.settings import Progress
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
     from reshard.core.verify.manifest import Manifest
     from reshard.core.verify.sides import Sides
     from reshard.core.verify.sums import OnProgress, SumsChecked
-    from reshard.source.facts import SampleStats
-    from reshard.source.made import Made
     from reshard.strategy.strategy import Strategy
 
 _ALWAYS_UNCHECKED = "checksums that files carry (crc_num), and how text entries are stored"

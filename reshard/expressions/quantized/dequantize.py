@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import shape_text
+from reshard.core.model.facts import Computation
 from reshard.dtypes import E8M0, by_name
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
@@ -28,14 +29,13 @@ from reshard.expressions.model_config import (
 from reshard.expressions.operand import Operand
 from reshard.expressions.quantized.methods import DEQUANTIZED, OTHER_PROGRAM, without_method
 from reshard.expressions.quantized.scaled import FLOAT8, PACKED, SCALES, ScaledBlocks, scales_shape
-from reshard.source.facts import Computation
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint, TensorSpec
+    from reshard.core.model.facts import Quantized
     from reshard.dtypes import DType
-    from reshard.source.checkpoint import Checkpoint, TensorSpec
-    from reshard.source.facts import Quantized
 
 RESULTS = ("bfloat16", "float16", "float32")
 """The dtypes of dequantized weights."""

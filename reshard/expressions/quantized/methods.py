@@ -16,18 +16,18 @@ from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
+from reshard.core.model.facts import Quantized
 from reshard.dtypes import E8M0
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.model_config import config_path, quantizations, read_config
 from reshard.formats.sets import MODEL_CONFIG
-from reshard.source.facts import Quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
+    from reshard.core.model.checkpoint import Checkpoint, TensorSpec
+    from reshard.core.model.entries import Entry
     from reshard.dtypes import DType
-    from reshard.formats.entries import Entry
-    from reshard.source.checkpoint import Checkpoint, TensorSpec
 
 P = ParamSpec("P")
 

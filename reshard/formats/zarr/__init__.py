@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.arguments import checked_fields
 from reshard.core.layout.block import Block
+from reshard.core.model.entries import Content, FileLayout
+from reshard.core.records.schema import plain
 from reshard.core.storage.crc import crc32c
 from reshard.dtypes import INT4
 from reshard.errors import Option, Text, UsageError
-from reshard.formats.entries import Content, FileLayout
-from reshard.strategy.schema import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

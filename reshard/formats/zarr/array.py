@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.layout.axes import row_major
 from reshard.core.layout.block import shape_text
+from reshard.core.model.entries import Extent
 from reshard.core.storage.base import truncated
 from reshard.core.storage.crc import crc32c
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError, names
-from reshard.formats.entries import Extent
 from reshard.formats.zarr import ABSENT, METADATA, NATIVE, counts
 from reshard.formats.zarr.files import refuse_unknown
 

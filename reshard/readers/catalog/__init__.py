@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reshard.core.records.logs import DIRECTORY, unfinished
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small
 from reshard.errors import SourceError
@@ -32,7 +33,6 @@ from reshard.readers.catalog.walk import listed
 from reshard.readers.openers import DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL, ZARR_LABEL, described
 from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
-from reshard.source.records import DIRECTORY, unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -9,9 +9,10 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
+from reshard.core.model.entries import RangeReader
+from reshard.core.records.made import made_of
 from reshard.errors import SourceError
 from reshard.formats.directories import CHECKPOINT2, DCP_FILES
-from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr.files import is_of_store
 from reshard.readers.catalog.findings import Findings, by_opening
@@ -23,12 +24,11 @@ from reshard.readers.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, U
 from reshard.readers.orbax.steps import unfinished_reason
 from reshard.readers.pickles import MOST_BYTES
 from reshard.readers.zarr import open_store, store_notes
-from reshard.source.made import made_of
 
 if TYPE_CHECKING:
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.readers.catalog.walk import Directory
     from reshard.readers.openers import Opener
-    from reshard.source.checkpoint import Checkpoint
 
 _STORAGE = "_StorageInfo"
 """The class of the records of PyTorch's data files."""

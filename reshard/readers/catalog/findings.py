@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from reshard.core.model.facts import DAMAGED
 from reshard.core.storage.base import reading
 from reshard.errors import EncryptedError, ReshardError, SourceError
-from reshard.source.facts import DAMAGED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.readers.catalog.walk import FileStat
-    from reshard.source.checkpoint import Checkpoint
 
 State = Literal["complete", "incomplete", "unknown"]
 

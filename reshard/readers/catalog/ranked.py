@@ -9,6 +9,9 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from reshard.core.model.assemble import assemble
+from reshard.core.records.logs import DIRECTORY
+from reshard.core.records.made import made_of
 from reshard.core.storage.base import reading
 from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, SourceError, names
@@ -24,18 +27,15 @@ from reshard.readers.open import read_headers
 from reshard.readers.openers import TORCH_SAVE_LABEL
 from reshard.readers.ranks import index_ranks
 from reshard.readers.torch_save.file import TorchFile
-from reshard.source.assemble import assemble
-from reshard.source.made import made_of
-from reshard.source.records import DIRECTORY
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from reshard.core.records.made import Made
     from reshard.core.storage.places import Place
     from reshard.readers.catalog.walk import Directory
     from reshard.readers.ranks import IndexedFiles
-    from reshard.source.made import Made
     from reshard.strategy.strategy import Strategy
 
 

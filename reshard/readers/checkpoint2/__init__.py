@@ -21,24 +21,24 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.core.layout.arrangement import Arranged, Arrangement
 from reshard.core.layout.block import Block, shape_text
+from reshard.core.model.assemble import assemble_whole, by_header, where
+from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, unreadable_in
+from reshard.core.model.facts import Extras
+from reshard.core.model.headers import indexed
+from reshard.core.model.listed import nothing_readable
+from reshard.core.model.probe import compare_contents
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import CHECKPOINT2
 from reshard.readers.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
-from reshard.readers.listed import nothing_readable
-from reshard.source.assemble import assemble_whole, by_header, where
-from reshard.source.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, unreadable_in
-from reshard.source.facts import Extras
-from reshard.source.headers import indexed
-from reshard.source.probe import compare_contents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.entries import Entry
     from reshard.core.storage.places import Place
-    from reshard.formats.entries import Entry
 
 NAME = "Checkpoint 2.0"
 COMMON = "common.json"

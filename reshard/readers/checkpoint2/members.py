@@ -8,7 +8,7 @@ from codecs import getincrementaldecoder
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from reshard.formats.entries import RangeReader
+from reshard.core.model.entries import RangeReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,6 +28,13 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.core.layout.axes import row_major
 from reshard.core.layout.block import Block, flat_boxes, shape_text
+from reshard.core.model.checkpoint import Checkpoint, SourceFile, TensorSpec
+from reshard.core.model.entries import Extent, FileIndex, RangeReader
+from reshard.core.model.facts import Extras, Object
+from reshard.core.model.headers import read_indexes
+from reshard.core.model.listed import BlockList, nothing_readable
+from reshard.core.model.probe import compare_contents
+from reshard.core.model.reshape import laid
 from reshard.core.storage.base import COPY_AGAIN, truncated_text
 from reshard.core.storage.places import any_store, workers_at
 from reshard.core.storage.threads import map_ordered
@@ -35,31 +42,24 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.formats import safetensors
 from reshard.formats.directories import DCP_FILES
-from reshard.formats.entries import Extent, FileIndex, RangeReader
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS
 from reshard.readers.dcp.items import Span, read_items
 from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
 from reshard.readers.huggingface import without_notes
-from reshard.readers.listed import BlockList, nothing_readable
 from reshard.readers.pickles import describe
 from reshard.readers.torch_save.archive import Archives, ZipPart
-from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
-from reshard.source.facts import Extras, Object
-from reshard.source.headers import read_indexes
-from reshard.source.probe import compare_contents
-from reshard.source.reshape import laid
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Tensor
+    from reshard.core.model.entries import Entry, Sums
     from reshard.core.storage.base import Status
     from reshard.core.storage.places import Place
     from reshard.formats.decoding import Decoding
-    from reshard.formats.entries import Entry, Sums
     from reshard.readers.dcp.metadata import DeclaredTensor, Item
     from reshard.readers.dcp.zstd import Streams
-    from reshard.source.checkpoint import Tensor
 
 _MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
 MTIME_TOLERANCE_NS = 2_000_000_000

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.model.facts import DAMAGED
 from reshard.core.storage.page_cache import GLANCE_BYTES
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
 from reshard.readers.pickles import unpickled
 from reshard.readers.torch_save.archive import Damaged, first_records
 from reshard.readers.torch_save.tensors import PickleBytes, rebuilt
-from reshard.source.facts import DAMAGED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from reshard.core.model.entries import Entry
     from reshard.core.storage.base import ReadStore, Want
-    from reshard.formats.entries import Entry
     from reshard.readers.torch_save.tensors import Rebuilt
 
 _HEAD = 2048  # has all that is needed of most items

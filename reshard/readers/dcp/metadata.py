@@ -7,12 +7,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import LONGEST_NAME, is_possible, shape_text
+from reshard.core.model.entries import RangeReader
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import is_text
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, names
 from reshard.formats.directories import DCP, DCP_FILES, DCP_OF_RANK
-from reshard.formats.entries import RangeReader
 from reshard.formats.sets import DCP_INDEX
 from reshard.readers.pickles import Name, Pairs, PickledObject, describe, numbers, unpickled
 from reshard.strategy.names import ranks_text

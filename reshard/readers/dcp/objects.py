@@ -15,6 +15,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.core.layout.block import shape_text
+from reshard.core.model.checkpoint import TensorSpec
 from reshard.core.storage.places import any_store, in_batches
 from reshard.core.storage.small import parse_json
 from reshard.errors import SourceError, bytes_text
@@ -23,15 +24,14 @@ from reshard.readers.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.readers.torch_save.archive import Damaged, checked_records
 from reshard.readers.torch_save.megatron_args import known
 from reshard.readers.torch_save.tensors import PickleBytes, rebuilt
-from reshard.source.checkpoint import TensorSpec
 from reshard.spelling import missing_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.facts import Object
     from reshard.core.storage.base import ReadStore, Want
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.source.facts import Object
 
 LARGEST = 1 << 28
 """The most bytes of objects that are held at once."""

@@ -17,12 +17,12 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.model.entries import Entry, Summed
 from reshard.core.storage.base import Around
 from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import bytes_text
 from reshard.formats.decoding import TooLongError, zstd_begun, zstd_content
-from reshard.formats.entries import Entry, Summed
 from reshard.readers.dcp.items import KnownHeads, Span, item, read_heads
 from reshard.readers.torch_save.archive import Archives, ZipPart, directory
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.entries import Entry
     from reshard.dtypes import DType
-    from reshard.formats.entries import Entry
     from reshard.readers.torch_save.file import TorchFile
 
 _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.layout.block import flat_boxes
-from reshard.formats.entries import Extent
+from reshard.core.model.entries import Extent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

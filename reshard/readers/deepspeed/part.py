@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.entries import Entry
     from reshard.core.storage.base import ReadStore, Want
     from reshard.dtypes import DType
-    from reshard.formats.entries import Entry
     from reshard.readers.deepspeed.flat import Flat
     from reshard.readers.deepspeed.model import ModelStates
     from reshard.readers.torch_save.file import Storage, TorchFile

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.readers.torch_save.file import TorchFile
-    from reshard.source.checkpoint import Checkpoint
 
 DIRECTORY = "zero"
 """The directory of parameters."""

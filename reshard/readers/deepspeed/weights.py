@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.storage.base import ReadStore, Want
     from reshard.dtypes import DType
     from reshard.expressions.operand import Expression
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 _SAMPLE = 64  # elements at the beginning and at the end of a tensor
 _MOST_AT_URLS = 256  # tensors

@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from reshard.core.model.checkpoint import Checkpoint, Shard, TensorSpec
+from reshard.core.model.facts import Extras, Object, Opening
+from reshard.core.model.listed import nothing_readable
+from reshard.core.model.reshape import Shared
 from reshard.errors import SourceError, StrategyError
 from reshard.readers.deepspeed.buffers import RankBuffers
 from reshard.readers.deepspeed.listing import checkpoint_files, read_files
@@ -16,21 +20,17 @@ from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import PartTensors, add_expert, add_rounded, add_states, add_weights
 from reshard.readers.deepspeed.tensor_parallel import TensorCuts
 from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
-from reshard.readers.listed import nothing_readable
 from reshard.readers.torch_save.joining import JoinedParts, join, with_replicas_compared
 from reshard.readers.torch_save.saves import kind_of
-from reshard.source.checkpoint import Checkpoint, Shard, TensorSpec
-from reshard.source.facts import Extras, Object, Opening
-from reshard.source.reshape import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.core.model.checkpoint import Tensor
     from reshard.core.storage.places import Place
     from reshard.readers.deepspeed.flat import Flat
     from reshard.readers.deepspeed.listing import PartFiles
     from reshard.readers.torch_save.file import FileTensor, TorchFile
-    from reshard.source.checkpoint import Tensor
 
 DESCRIBED_BY = "DeepSpeed"
 

@@ -33,9 +33,9 @@ from reshard.readers.runs import checkpoint_of, iteration_of, newer, run_at
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.formats.directories import DirectoryFormat, RunFormat
-    from reshard.source.checkpoint import Checkpoint
 
 
 class Opener(NamedTuple):

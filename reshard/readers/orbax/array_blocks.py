@@ -12,9 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.layout.block import Block
+from reshard.core.model.checkpoint import Shard, Tensor, TensorSpec
+from reshard.core.model.entries import Extent
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
-from reshard.formats.entries import Extent
 from reshard.formats.streaming import piece_bytes, stream_bytes
 from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
@@ -23,16 +24,15 @@ from reshard.formats.zarr.files import own_notes, parse_metadata
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.formats.zarr.v2 import parse_v2
 from reshard.readers.orbax.item_values import LONGEST_WHOLE, STRIDE, EncodedValues
-from reshard.source.checkpoint import Shard, Tensor, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.reshape import Shared
     from reshard.core.storage.base import ReadStore, Want
     from reshard.readers.orbax.item_values import ItemValues
     from reshard.readers.orbax.ocdbt import StoredValue
-    from reshard.source.reshape import Shared
 
 _LARGEST_METADATA = 1 << 20
 _MOST_CHUNKS = 1 << 22  # of all arrays

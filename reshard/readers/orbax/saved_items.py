@@ -12,25 +12,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block
+from reshard.core.model.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
+from reshard.core.model.entries import Entry, Extent, FileIndex
+from reshard.core.model.facts import Extras, Object
+from reshard.core.model.listed import nothing_readable
+from reshard.core.model.reshape import Shared
 from reshard.core.storage.places import as_place
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats.decoding import Decoding
 from reshard.formats.directories import ORBAX
-from reshard.formats.entries import Entry, Extent, FileIndex
 from reshard.formats.zarr import METADATA as METADATA_V3
 from reshard.formats.zarr.files import strings
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
-from reshard.readers.listed import nothing_readable
 from reshard.readers.orbax.array_blocks import ArrayBlocks, ChunkDecoding, read_metadata
 from reshard.readers.orbax.item_values import ItemValues
 from reshard.readers.orbax.sharding import SHARDING, arrangement, read_shardings
 from reshard.readers.orbax.steps import MANIFEST, METADATA, items_of, unfinished_reason
 from reshard.readers.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
 from reshard.readers.zarr import store_notes
-from reshard.source.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
-from reshard.source.facts import Extras, Object
-from reshard.source.reshape import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

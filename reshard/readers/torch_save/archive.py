@@ -16,17 +16,17 @@ from __future__ import annotations
 from struct import Struct, pack, unpack
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from reshard.core.model.entries import Summed
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
-from reshard.formats.entries import Summed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from reshard.core.model.entries import RangeReader
     from reshard.core.storage.base import ReadStore, Want
-    from reshard.formats.entries import RangeReader
 
 LARGE = 0xFFFFFFFF
 """Numbers from this on are in zip64 fields."""

@@ -21,8 +21,8 @@ from reshard.readers.torch_save.saves import File, joined, read_files
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
-    from reshard.source.checkpoint import Checkpoint
 
 _MOVE = "move the files of one set to another directory"
 _NUMBERED = re.compile(r"(?P<before>(?:.+[-_.])?)(?P<number>\d{5,9})-of-(?P<count>\d{5,9})(?P<after>\.\w+)", re.DOTALL)

@@ -27,10 +27,10 @@ from reshard.strategy.names import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.storage.places import Place
     from reshard.readers.torch_save.file import FileTensor
     from reshard.readers.torch_save.saves import Contents
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 _EMBEDDING, _NORM = "tok_embeddings.weight", "norm.weight"
 _PARAMS = "params.json"

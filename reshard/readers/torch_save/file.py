@@ -12,23 +12,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from reshard.core.layout.block import Block
+from reshard.core.model.checkpoint import SourceFile
+from reshard.core.model.entries import Entry, FileIndex, RangeReader
 from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.formats.entries import Entry, FileIndex, RangeReader
 from reshard.readers.pickles import Name, Pairs, describe, first_unpickled, unpickled
 from reshard.readers.torch_save.archive import Archive, Archives, RecordReader, ZipPart
 from reshard.readers.torch_save.tensors import STORAGES, storage_reference
-from reshard.source.checkpoint import SourceFile
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.entries import Extent
     from reshard.core.storage.base import ReadStore, Status, Want
     from reshard.core.storage.places import Place
     from reshard.dtypes import DType
-    from reshard.formats.entries import Extent
     from reshard.readers.pickles import PickledObject
     from reshard.readers.torch_save.tensors import Rebuilt
 

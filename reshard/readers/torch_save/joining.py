@@ -7,23 +7,23 @@ from operator import add
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from reshard.core.layout.block import Block, shape_text
+from reshard.core.model.checkpoint import Checkpoint, TensorSpec
+from reshard.core.model.facts import Extras, Object, Opening
+from reshard.core.model.listed import BlockList, common_dtype, nothing_readable
+from reshard.core.model.probe import compare_contents
+from reshard.core.model.reshape import part_extent
 from reshard.errors import Faults, Option, SourceError, StrategyError, Text, names
-from reshard.readers.listed import BlockList, common_dtype, nothing_readable
 from reshard.readers.torch_save.cuts import COPY
-from reshard.source.checkpoint import Checkpoint, TensorSpec
-from reshard.source.facts import Extras, Object, Opening
-from reshard.source.probe import compare_contents
-from reshard.source.reshape import part_extent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import SourceFile, Tensor
+    from reshard.core.model.entries import Extent
     from reshard.core.storage.places import Place
     from reshard.dtypes import DType
-    from reshard.formats.entries import Extent
     from reshard.readers.torch_save.cuts import CutPiece, TensorCut
-    from reshard.source.checkpoint import SourceFile, Tensor
 
 TABLE = "the table of names"
 """What describes the blocks: `Extras.described_by`."""

@@ -42,9 +42,9 @@ from reshard.readers.torch_save.saves import TensorFinder, kind_of, read_state_d
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.readers.torch_save.saves import Contents
-    from reshard.source.checkpoint import Checkpoint
 
 _EXPECTED = "a checkpoint of Megatron-LM"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")

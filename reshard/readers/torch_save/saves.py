@@ -18,6 +18,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.core.layout.block import LONGEST_NAME, shape_text
+from reshard.core.model.checkpoint import Checkpoint, SourceFile, TensorSpec
+from reshard.core.model.facts import Extras, Object
+from reshard.core.model.listed import BlockList, common_dtype, nothing_readable
+from reshard.core.model.probe import compare_contents
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.places import workers_at
 from reshard.core.storage.small import is_text
@@ -25,23 +29,19 @@ from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import SAVES
 from reshard.formats.megatron import RANK_SIZES
-from reshard.readers.listed import BlockList, common_dtype, nothing_readable
 from reshard.readers.pickles import Name, Pairs, PickledObject, describe
 from reshard.readers.torch_save.dtensors import Tensors, is_tensor
 from reshard.readers.torch_save.file import NAME, FileTensor, TorchFile
 from reshard.readers.torch_save.megatron_args import stated_in
-from reshard.source.checkpoint import Checkpoint, SourceFile, TensorSpec
-from reshard.source.facts import Extras, Object
-from reshard.source.probe import compare_contents
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from reshard.core.model.checkpoint import Tensor
+    from reshard.core.model.entries import Entry
     from reshard.core.storage.places import Place
-    from reshard.formats.entries import Entry
     from reshard.readers.torch_save.dtensors import DeviceMesh, RankTensor
-    from reshard.source.checkpoint import Tensor
 
 EXPECTED = "a state dict that torch.save stored"
 """The content of a file, for messages."""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.layout.axes import row_major
 from reshard.core.layout.block import is_possible, shape_text
+from reshard.core.model.entries import Entry, Extent
+from reshard.core.model.reshape import laid
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.formats.entries import Entry, Extent
 from reshard.readers.pickles import Name, PickledObject, describe, numbers
-from reshard.source.reshape import laid
 
 if TYPE_CHECKING:
     from reshard.core.layout.block import Block, Shape

@@ -17,19 +17,19 @@ from hashlib import sha256
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.model.headers import read_indexes
 from reshard.core.storage.places import any_store, as_place
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, Option, SourceError, Text, names
 from reshard.rules.lora import is_alpha
 from reshard.rules.lora.parts import Adapter, Copy, Pair
-from reshard.source.headers import read_indexes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from reshard.core.model.checkpoint import SourceFile
     from reshard.core.storage.places import Place
     from reshard.rules.lora import LoRA
-    from reshard.source.checkpoint import SourceFile
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 

@@ -24,8 +24,8 @@ from reshard.rules.numbers import read_config
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.rules.lora.parts import Pair
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 _MODELS = {"clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
 _LAYERS = {"c_attn", "c_fc", "c_proj", "q_attn"}

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import shape_text
+from reshard.core.model.facts import Origin
 from reshard.core.storage.cipher import store_of
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.computed import computed
@@ -16,16 +17,15 @@ from reshard.rules.lora.adapter import read_adapter
 from reshard.rules.lora.low_rank import Added, LowRank, Matrices
 from reshard.rules.lora.parts import Copy, Pair
 from reshard.rules.lora.tied import place, resolve
-from reshard.source.facts import Origin
 from reshard.strategy.names import no_match
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.rules.lora import LoRA
     from reshard.rules.lora.parts import Adapter
     from reshard.rules.lora.tied import Resolved
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 _DTYPES = {"float32", "float16", "bfloat16"}
 _SAMPLE = 4096

@@ -5,14 +5,14 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.model.entries import wants
 from reshard.core.storage.places import any_store
 from reshard.errors import ChangedError
-from reshard.formats.entries import wants
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from reshard.source.checkpoint import SourceFile
+    from reshard.core.model.checkpoint import SourceFile
 
 
 class Pair(NamedTuple):

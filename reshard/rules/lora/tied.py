@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from reshard.core.layout.block import Block, Shape
-    from reshard.formats.entries import Extent
+    from reshard.core.model.checkpoint import Checkpoint, Tensor, TensorSpec
+    from reshard.core.model.entries import Extent
+    from reshard.core.model.facts import Extras
     from reshard.rules.lora.parts import Adapter, Copy, Pair
-    from reshard.source.checkpoint import Checkpoint, Tensor, TensorSpec
-    from reshard.source.facts import Extras
 
 T = TypeVar("T")
 
@@ -221,7 +221,7 @@ def _place(spec: TensorSpec, block: Block, at: Extent, other: Block, there: Exte
 def _steps(block: Block, at: Extent, itemsize: int) -> Shape:
     """Return the strides of a block in a file, in elements; 0 for extents of 1; empty if there is no such stride.
 
-    >>> from reshard.formats.entries import Extent
+    >>> from reshard.core.model.entries import Extent
     >>> from reshard.core.layout.block import Block
     >>> _steps(Block((0, 0), (2, 3)), Extent(0, ((0, 12), (40, 12))), 4)
     (10, 1)

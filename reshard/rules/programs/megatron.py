@@ -17,11 +17,11 @@ from reshard.formats.megatron import Arguments, shape_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.errors import Faults
     from reshard.rules.matching import Use
     from reshard.rules.rule import Rule
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint
 
 _OF_MODEL = re.compile(r"(?:embedding|decoder|output_layer)\.")
 _IN_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?")

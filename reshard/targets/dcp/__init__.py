@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.core.layout.block import Block
 from reshard.core.layout.grid import Grid
 from reshard.core.layout.replicas import by_size
+from reshard.core.model.entries import Content, Crc, FileLayout
+from reshard.core.target import Destination, TargetBlocks, TargetFile, literal
 from reshard.errors import UsageError
 from reshard.formats.directories import TRACKER
-from reshard.formats.entries import Content, Crc, FileLayout
 from reshard.formats.sets import DCP_INDEX, DCP_NAME
 from reshard.targets.dcp.carried import Carried
 from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
-from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal
 from reshard.targets.rank_files import fitted
 from reshard.targets.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
+    from reshard.core.target import Assigned, TargetInputs, TargetTensor
 
 _ITEM_BYTES = 2050  # resident memory of a block in a file's layout and in the metadata, as measured
 

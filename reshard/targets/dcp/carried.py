@@ -19,10 +19,10 @@ from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.facts import Object
     from reshard.errors import Faults
     from reshard.readers.dcp.metadata import KeyPath
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.source.facts import Object
 
 _WITH_PARAMETER_NAMES = re.compile(r"(?:.*\.)?param_groups(?:\.\d+\.params)?", re.DOTALL)
 

@@ -25,8 +25,8 @@ from reshard.targets.saved_tensors import saved_object
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.errors import Faults
-    from reshard.source.checkpoint import Checkpoint
 
 SIDE = "mcore"
 """The name of Megatron-Core's side in rules."""

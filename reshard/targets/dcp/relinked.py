@@ -20,34 +20,34 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block, cover_fault, shape_text
+from reshard.core.model.entries import FileLayout
+from reshard.core.model.holdings import leave_out
 from reshard.core.storage.places import as_place, can
+from reshard.core.target import Destination, TargetFile, literal
 from reshard.dtypes import BY_NAME
 from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
 from reshard.formats.directories import DCP, DCP_FILES, parts_below
-from reshard.formats.entries import FileLayout
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS, DCP_NAME
 from reshard.readers.dcp import rank_of
 from reshard.readers.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.readers.dcp.objects import problems
-from reshard.source.holdings import leave_out
 from reshard.strategy.names import matches, omitted, optimizer_states
 from reshard.targets.dcp import DCPTarget
 from reshard.targets.dcp.carried import old_names, read_carried
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
-from reshard.targets.destination import Destination, TargetFile, literal
 from reshard.targets.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
     from reshard.core.storage.places import Place
+    from reshard.core.target import TargetInputs
     from reshard.readers.dcp.metadata import DeclaredTensor, Item, KeyPath
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import TargetInputs
 
 _ITEM_BYTES = 2000  # resident memory of an item: metadata read twice, and written
 _ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")

@@ -18,11 +18,12 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block
+from reshard.core.model.entries import Content, FileLayout
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import as_place
+from reshard.core.target import Destination, TargetBlocks, TargetFile, literal
 from reshard.errors import Option, Text, UsageError, names
 from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
-from reshard.formats.entries import Content, FileLayout
 from reshard.formats.sets import UNIVERSAL_NAME
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import STEP
@@ -34,7 +35,6 @@ from reshard.targets.deepspeed.model_states import CarriedModelStates
 from reshard.targets.deepspeed.optimizer import CarriedOptimizer, StepTensor
 from reshard.targets.deepspeed.saved_values import SavedValues
 from reshard.targets.deepspeed.states import number_of, parameter_states
-from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal
 from reshard.targets.saved_tensors import saved_object, saved_tensor, torch_dtype
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
     from reshard.core.storage.places import Place
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
+    from reshard.core.target import Assigned, TargetInputs, TargetTensor
     from reshard.targets.saved_tensors import Saved
 
 TRACKER = "latest_universal"

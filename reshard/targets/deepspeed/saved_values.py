@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.model.entries import RangeReader
 from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.errors import Option, SourceError, Text, bytes_text
-from reshard.formats.entries import RangeReader
 from reshard.readers.dcp.objects import LARGEST
 from reshard.readers.deepspeed.listing import EXPECTED
 from reshard.readers.torch_save.archive import carries_sums

@@ -13,9 +13,9 @@ from reshard.strategy.names import optimizer_states
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
+    from reshard.core.target import TargetTensor
     from reshard.errors import Faults
-    from reshard.source.checkpoint import Checkpoint, Tensor
-    from reshard.targets.destination import TargetTensor
 
 _LONGEST = 255  # bytes of the name of a directory
 

@@ -12,27 +12,27 @@ from math import prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.records.provenance import ComputationRecord, FileRecord, SourceRecord
+from reshard.core.target import Destination, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import UsageError
-from reshard.formats.provenance import ComputationRecord, FileRecord, SourceRecord
 from reshard.formats.zarr import METADATA, NAME, array_json, escaped, group_metadata
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.targets.checkpoint2 import common_of
-from reshard.targets.destination import Destination, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.targets.zarr.carried import Carried
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import FileLayout
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
     from reshard.core.storage.base import TargetCoding
+    from reshard.core.target import Assigned, TargetInputs, TargetTensor
     from reshard.dtypes import DType
-    from reshard.formats.entries import FileLayout
     from reshard.formats.zarr import Array
     from reshard.formats.zarr.chunks import Encoding
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.targets.destination import Assigned, TargetInputs, TargetTensor
 
 
 FILE_BYTES = 1000

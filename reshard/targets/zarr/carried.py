@@ -12,7 +12,7 @@ from reshard.targets.sidecars import Sidecars, shard_size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.targets.destination import TargetInputs
+    from reshard.core.target import TargetInputs
 
 
 class Carried:

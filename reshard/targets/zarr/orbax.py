@@ -11,18 +11,18 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.target import TargetFile, literal
 from reshard.dtypes import INT4
 from reshard.errors import UsageError
 from reshard.formats.zarr import escaped
 from reshard.readers.orbax.steps import COMMITTED, METADATA, STEP_METADATA
-from reshard.targets.destination import TargetFile, literal
 from reshard.targets.zarr import ZarrStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.target import Assigned, TargetTensor
     from reshard.formats.zarr import Array
-    from reshard.targets.destination import Assigned, TargetTensor
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _SEQUENCE, _DICT = 1, 2  # types of keys

@@ -24,17 +24,17 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.utils import parse_bytes
 
 from reshard.core.layout.block import Block
+from reshard.core.model.stored import StoredBlock, StoredTensor
 from reshard.errors import SourceError, UsageError, names
 from reshard.expressions.assigned import assigned
-from reshard.source.stored import StoredBlock, StoredTensor
 from reshard.view.arrays.low import low_precision, teach_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.core.layout.block import Shape
-    from reshard.formats.entries import Extent
-    from reshard.source.checkpoint import Checkpoint, TensorSpec
+    from reshard.core.model.checkpoint import Checkpoint, TensorSpec
+    from reshard.core.model.entries import Extent
 
     Chunks = tuple[tuple[int, ...], ...]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from reshard.core.layout.block import Block, Shape
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
 
 _MOST_PICTURES = 12
 _MOST_ROWS = 16

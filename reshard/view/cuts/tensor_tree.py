@@ -19,7 +19,7 @@ from reshard.view.text import count_text
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from reshard.source.checkpoint import Checkpoint, Tensor
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
 
 MOST_ROWS = 240
 """The most rows of a table."""

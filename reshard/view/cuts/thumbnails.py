@@ -17,8 +17,8 @@ from reshard.view.words import blocks_of, is_computed
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.plan.plan import Plan, Route
-    from reshard.source.checkpoint import Checkpoint, Tensor
     from reshard.view.svg import Picture
 
 _SIZE = (36.0, 20.0, 10.0)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reshard.compute.frames import attributes_frame, frame
+from reshard.core.model.checkpoint import Sharding
 from reshard.core.plan.select import kinds
-from reshard.source.checkpoint import Sharding
 from reshard.view.words import cut_words, sharding_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.plan import Plan
     from reshard.readers.catalog import StoredCheckpoint
-    from reshard.source.checkpoint import Checkpoint
 
 
 def checkpoint_frame(checkpoint: Checkpoint) -> Any:

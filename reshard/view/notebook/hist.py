@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.compute.stats import ValueStats
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.core.model.checkpoint import Checkpoint
 
 _WIDTH, _HEIGHT = 560.0, 150.0
 _LINES, _BAR = 16, 48  # of the text: at most so many lines, and characters of the longest bar

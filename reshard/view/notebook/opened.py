@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from dask.array import Array
 
-    from reshard.source.checkpoint import Checkpoint as Record
-    from reshard.source.checkpoint import Tensor
+    from reshard.core.model.checkpoint import Checkpoint as Record
+    from reshard.core.model.checkpoint import Tensor
     from reshard.strategy.strategy import Strategy
     from reshard.view.notebook.hist import HistogramPicture
     from reshard.view.svg import Picture

@@ -8,9 +8,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block, shape_text
+from reshard.core.model.holdings import with_all_stages
 from reshard.errors import UsageError, bytes_text, names, printable
 from reshard.expressions.assigned import assigned
-from reshard.source.holdings import with_all_stages
 from reshard.spelling import missing_name
 from reshard.strategy.names import ranks_text
 from reshard.view.arrays import cast_array, flat_array, stored_array, sub_array, text_array
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from dask.array import Array
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor
+    from reshard.core.model.entries import Extent, Replica
     from reshard.core.plan.plan import RankBlock
     from reshard.dtypes import DType
     from reshard.errors import MissingNameError
-    from reshard.formats.entries import Extent, Replica
-    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
     Arrays = Mapping[str, Array]
 else:

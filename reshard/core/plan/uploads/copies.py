@@ -11,19 +11,19 @@ from bisect import bisect_left, bisect_right
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.model.entries import merged, ranges
 from reshard.core.plan.bands import is_whole
 from reshard.core.plan.plan import Piece
 from reshard.core.storage.places import can
 from reshard.core.storage.urls.clients import in_s3
 from reshard.core.storage.urls.s3.options import share_options
 from reshard.core.storage.urls.s3.upload_parts import LEAST_BYTES, Copied, Upload, parts_of
-from reshard.formats.entries import merged, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.model.entries import Runs, Spans
     from reshard.core.plan.plan import Plan, Route, Transfer
-    from reshard.formats.entries import Runs, Spans
 
 _SHORTEST = 64 << 10  # shorter runs, unless they are whole blocks, are not worth the time to find them
 

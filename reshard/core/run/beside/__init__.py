@@ -17,7 +17,11 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.model.entries import NamedFile, RankFiles, SomeFiles
 from reshard.core.plan.inputs import ledger_provenance
+from reshard.core.records.logs import digest, known
+from reshard.core.records.made import provenance_file
+from reshard.core.records.schema import is_inner_path
 from reshard.core.run.ledger import known_of_target
 from reshard.core.run.locks import refuse_link
 from reshard.core.run.preflight import states_of
@@ -28,21 +32,17 @@ from reshard.core.storage.small import is_within
 from reshard.core.storage.urls.clients import in_s3
 from reshard.errors import Option, SourceError, TargetError, Text, names
 from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is_iteration, is_of_a_set
-from reshard.formats.entries import NamedFile, RankFiles, SomeFiles
 from reshard.formats.rank_dirs import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
 from reshard.formats.sets import DCP_INDEX, SET_INDEX, set_indexes
 from reshard.formats.zarr.files import is_of_store
-from reshard.source.made import provenance_file
-from reshard.source.records import digest, known
-from reshard.strategy.schema import is_inner_path
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from reshard.core.plan.plan import Plan
+    from reshard.core.records.logs import Record, State
     from reshard.core.storage.places import Place
-    from reshard.source.records import Record, State
 
 
 class Older(NamedTuple):

@@ -14,14 +14,14 @@ from collections import defaultdict
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from reshard.core.model.entries import ranges
 from reshard.core.plan.budget import TASK_BYTES
-from reshard.formats.entries import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from reshard.core.model.entries import Spans
     from reshard.core.plan.plan import Plan
-    from reshard.formats.entries import Spans
 
 
 Range = tuple[str, int, int]

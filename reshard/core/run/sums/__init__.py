@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from reshard.core.model.entries import covers, merged, ranges
+from reshard.core.records.logs import Record, known
 from reshard.core.storage.crc import CASTAGNOLI, combine, crc32, crc_of_range
 from reshard.core.storage.local import local_store
-from reshard.formats.entries import covers, merged, ranges
-from reshard.source.records import Record, known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from reshard.core.model.entries import FileLayout, Spans
     from reshard.core.plan.plan import Plan
-    from reshard.formats.entries import FileLayout, Spans
-    from reshard.source.records import Range
+    from reshard.core.records.logs import Range
 
 
 class Checksums(Mapping[str, Mapping[str, int]]):

@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from reshard.core.model.entries import merged
 from reshard.core.plan.plan import Piece
 from reshard.core.run.engine import move_pieces
 from reshard.core.storage.cipher import store_of
@@ -19,7 +20,6 @@ from reshard.core.storage.places import any_store, workers_at
 from reshard.core.storage.sinks import Sinks
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import ChangedError, GoneError, SourceError
-from reshard.formats.entries import merged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -19,6 +19,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.axes import common
+from reshard.core.model.entries import Replica
+from reshard.core.model.holdings import in_several_stages, with_all_stages
+from reshard.core.model.reshape import Shared
 from reshard.core.plan import budget
 from reshard.core.plan.bands import Recipe
 from reshard.core.plan.build import chunk_edges
@@ -30,18 +33,15 @@ from reshard.core.storage.urls.pool import pool
 from reshard.core.verify.compare.comparer import Compared, Comparer, Mismatch, joined
 from reshard.core.verify.difference import Difference
 from reshard.errors import SourceError
-from reshard.formats.entries import Replica
-from reshard.source.holdings import in_several_stages, with_all_stages
-from reshard.source.reshape import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.core.plan.budget import Budget
     from reshard.core.storage.base import Coding
     from reshard.dtypes import DType
-    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
 SAMPLE_BYTES = 256 << 10
 """Bytes of a run of rows, the unit of sampling."""

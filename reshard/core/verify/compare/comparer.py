@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reshard.core.layout.block import Block
+from reshard.core.model.entries import Extent, Replica, wants
 from reshard.core.plan.bands import AHEAD
 from reshard.core.plan.plan import Piece, Route
 from reshard.core.run.engine import Band, BandReader, BandWrite, cast, copies_ahead, read_block, scratch
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import in_batches
-from reshard.formats.entries import Extent, Replica, wants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

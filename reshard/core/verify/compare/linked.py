@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from reshard.core.layout.block import Block
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import Replica
     from reshard.core.verify.compare import Check
     from reshard.core.verify.sums import SumsChecked
-    from reshard.formats.entries import Replica
-    from reshard.source.checkpoint import Checkpoint
 
 
 class Linked(NamedTuple):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.core.model.probe import torn_blocks
 from reshard.core.verify.difference import Difference
-from reshard.source.probe import torn_blocks
 
 if TYPE_CHECKING:
-    from reshard.source.checkpoint import Checkpoint
-    from reshard.source.facts import SampleStats
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.facts import SampleStats
 
 
 def sample_replicas(target: Checkpoint) -> tuple[list[Difference], SampleStats]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.model.checkpoint import Sharding
 from reshard.core.verify.compare import Outcome, checks, compare
-from reshard.source.checkpoint import Sharding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.budget import Budget
-    from reshard.source.checkpoint import Checkpoint
 
 
 def compare_ties(

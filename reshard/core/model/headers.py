@@ -16,6 +16,9 @@ from dataclasses import replace
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.model.checkpoint import SourceFile
+from reshard.core.model.entries import FileIndex, RangeReader
+from reshard.core.records.logs import digest
 from reshard.core.storage.cipher import required, store_of
 from reshard.core.storage.decryption import MAGICS
 from reshard.core.storage.local import local_store
@@ -24,17 +27,14 @@ from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError
 from reshard.formats import REMOTE_HEAD, NothingReadableError, index_file
 from reshard.formats.directories import refuse_blocks
-from reshard.formats.entries import FileIndex, RangeReader
-from reshard.source.checkpoint import SourceFile
-from reshard.source.records import digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.model.entries import Content, Entry, Runs
     from reshard.core.storage.base import ReadStore, Status, Want
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place
-    from reshard.formats.entries import Content, Entry, Runs
 
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; other content, such as a hash table, may be huge
 

@@ -32,21 +32,21 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from reshard.core.layout.axes import row_major
 from reshard.core.layout.block import flat_boxes
+from reshard.core.model.assemble import unlisted_hint
+from reshard.core.model.entries import wants
+from reshard.core.model.facts import SampleStats
+from reshard.core.model.holdings import with_all_stages
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import can, in_batches
 from reshard.errors import Faults, Option, SourceError, Text, names
-from reshard.formats.entries import wants
-from reshard.source.assemble import unlisted_hint
-from reshard.source.facts import SampleStats
-from reshard.source.holdings import with_all_stages
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor
+    from reshard.core.model.entries import Replica
     from reshard.core.storage.base import ReadStore, Want
-    from reshard.formats.entries import Replica
-    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
 T = TypeVar("T")
 

@@ -3,8 +3,8 @@ r"""Records of the files of a target, in one log per run below `.reshard`.
 A log consists of JSON lines; at URLs, to which nothing can be appended, of several small objects in sequence:
 
     {"reshard": 1, "made": "5c…", "sources": "0b…", "command": ["convert", …], "directory": "/home/me"}
-                                                         first: digests of the provenance (`source.made`) and of the
-                                                         last change of the source files; the command, and the
+                                                         first: digests of the provenance (`core.records.made`) and of
+                                                         the last change of the source files; the command, and the
                                                          directory in which it was typed, if it was
     {"file": "rank_0/a.ckpt", "rank": 0, "digest": "9f…", "size": 4096, "header": "e1…"}
                                                          a file: the digest of its plan and sources, and of its header

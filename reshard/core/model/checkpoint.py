@@ -12,11 +12,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.axes import factors
+from reshard.core.model.entries import Extent, Replica
+from reshard.core.model.facts import Extras, Opening
 from reshard.core.storage.base import Status
 from reshard.core.storage.cipher import Cipher
 from reshard.errors import SourceError, Text, UsageError, joined, names, parted
-from reshard.formats.entries import Extent, Replica
-from reshard.source.facts import Extras, Opening
 from reshard.spelling import missing_name
 from reshard.strategy.names import matches, matching, no_match
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.entries import FileIndex, Runs
+    from reshard.core.model.facts import Origin
     from reshard.core.storage.base import Coding
     from reshard.dtypes import DType
-    from reshard.formats.entries import FileIndex, Runs
     from reshard.rules.lora import LoRA
-    from reshard.source.facts import Origin
     from reshard.strategy.strategy import Strategy
 
 
@@ -206,7 +206,7 @@ class Checkpoint:
         computation = self.opened.opening.computation
         if computation is None:
             return self.root
-        from reshard.formats.provenance import computed_title  # seldom
+        from reshard.core.records.provenance import computed_title  # seldom
 
         return computed_title(computation.kind, [each.title for each in computation.inputs])
 

@@ -11,17 +11,17 @@ import numpy as np
 from reshard.core.layout.axes import refined, row_major
 from reshard.core.layout.block import Block
 from reshard.core.layout.strided import read_strided
+from reshard.core.model.entries import wants_of
 from reshard.core.storage.cipher import store_of
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import SourceError
-from reshard.formats.entries import wants_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.entries import Runs
     from reshard.core.storage.base import Coding
-    from reshard.formats.entries import Runs
 
 
 @dataclass(frozen=True, slots=True)

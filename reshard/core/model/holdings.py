@@ -19,10 +19,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.layout.layout import whole
+from reshard.core.model.assemble import sharding_of, where
+from reshard.core.model.checkpoint import matched
+from reshard.core.model.facts import DAMAGED
 from reshard.errors import Faults, Option, SourceError, Text, UsageError
-from reshard.source.assemble import sharding_of, where
-from reshard.source.checkpoint import matched
-from reshard.source.facts import DAMAGED
 from reshard.strategy.names import is_training_state, ranges_text
 from reshard.strategy.strategy import Placed, Strategy
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Block, Shape
     from reshard.core.layout.layout import Layout
+    from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.core.storage.places import Place
-    from reshard.source.checkpoint import Checkpoint, Sharding, Tensor
 
 
 class Lack(NamedTuple):

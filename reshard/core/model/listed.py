@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block, cover_fault
+from reshard.core.model.checkpoint import Shard
+from reshard.core.model.reshape import Shared
 from reshard.errors import SourceError, names
-from reshard.source.checkpoint import Shard
-from reshard.source.reshape import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Tensor, TensorSpec
+    from reshard.core.model.entries import Extent
     from reshard.dtypes import DType
-    from reshard.formats.entries import Extent
-    from reshard.source.checkpoint import Tensor, TensorSpec
 
 
 class BlockList:

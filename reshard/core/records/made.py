@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from reshard.core.model.headers import contents_digest
+from reshard.core.records.logs import DIRECTORY, Record, known, unreadable_ledger
+from reshard.core.records.logs import digest as digest_of
+from reshard.core.records.schema import is_inner_path, parse, read, to_json
 from reshard.core.storage.crc import crc_of_range
 from reshard.core.storage.places import any_store, as_place, workers_at
 from reshard.core.storage.small import read_small
@@ -24,18 +28,14 @@ from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError
 from reshard.formats.directories import is_iteration
 from reshard.formats.zarr.files import is_of_store
-from reshard.source.headers import contents_digest
-from reshard.source.records import DIRECTORY, Record, known, unreadable_ledger
-from reshard.source.records import digest as digest_of
-from reshard.strategy.schema import is_inner_path, parse, read, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.core.model.checkpoint import SourceFile
+    from reshard.core.records.logs import Range
+    from reshard.core.records.provenance import Provenance
     from reshard.core.storage.places import Place
-    from reshard.formats.provenance import Provenance
-    from reshard.source.checkpoint import SourceFile
-    from reshard.source.records import Range
     from reshard.strategy.strategy import Strategy
 
 VERSION = 2
@@ -221,7 +221,7 @@ def provenance_file(provenance: Provenance) -> bytes:
 
 def read_provenance(content: bytes, digest: str) -> Provenance:
     """Return the provenance in a file; raise `ValueError` if it is invalid, of another version or digest."""
-    from reshard.formats.provenance import Provenance  # lazy import: not every source has a ledger
+    from reshard.core.records.provenance import Provenance  # lazy import: not every source has a ledger
 
     if digest_of(content) != digest:
         raise ValueError("its contents are not those that its name has the digest of")

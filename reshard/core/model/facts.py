@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.arrangement import Arrangement
     from reshard.core.layout.layout import Layout
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.formats.rank_dirs import Step
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.source.checkpoint import Checkpoint, Tensor
 
 
 class Object(NamedTuple):
@@ -32,7 +32,7 @@ class Object(NamedTuple):
 
 
 class SampleStats(NamedTuple):
-    """Statistics of the content sampling done on open (`source.probe`).
+    """Statistics of the content sampling done on open (`core.model.probe`).
 
     Attributes:
         tensors: number of tensors sampled.

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from reshard.formats.entries import FileLayout
+from reshard.core.model.entries import FileLayout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from reshard.core.layout.arrangement import Arrangement
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.checkpoint import Checkpoint, SourceFile, Tensor
+    from reshard.core.model.entries import Replica
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
     from reshard.core.storage.base import TargetCoding
     from reshard.core.storage.cipher import Cipher
     from reshard.dtypes import DType
     from reshard.errors import Faults
-    from reshard.formats.entries import Replica
-    from reshard.source.checkpoint import Checkpoint, SourceFile, Tensor
 
 
 class TargetTensor(NamedTuple):

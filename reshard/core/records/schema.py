@@ -100,7 +100,7 @@ def read(kind: Any, value: object, path: str = "$") -> Any:  # noqa: PLR0911 -- 
     >>> read(dict[str, tuple[Count, ...]], {"a": [1, -2]})
     Traceback (most recent call last):
     ...
-    reshard.strategy.schema.FormatError: $['a'][1] is -2; expected a whole number, from 0 on
+    reshard.core.records.schema.FormatError: $['a'][1] is -2; expected a whole number, from 0 on
     """
     origin, arguments = get_origin(kind), get_args(kind)
     is_optional = origin is UnionType or origin is Union  # of a type and None

@@ -12,14 +12,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.layout import Layout
+from reshard.core.records.schema import Count, FormatError, Line, read
 from reshard.core.storage.places import as_place
-from reshard.strategy.schema import Count, FormatError, Line, read
 from reshard.strategy.strategy import MOST_RANKS, Placed, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from reshard.source.checkpoint import Checkpoint
+    from reshard.core.model.checkpoint import Checkpoint
 
 LayoutRow = tuple[
     tuple[Count, ...], tuple[tuple[Count, ...], ...], int, int, tuple[int, ...], tuple[int, ...], int

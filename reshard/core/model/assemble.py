@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block, shape_text
+from reshard.core.model.checkpoint import Sharding, Tensor, TensorSpec
+from reshard.core.model.entries import Replica
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.errors import Faults, LayoutError, Option, SourceError, Text, names
-from reshard.formats.entries import Replica
-from reshard.source.checkpoint import Sharding, Tensor, TensorSpec
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.layout.grid import Grid
-    from reshard.formats.entries import Entry
-    from reshard.source.checkpoint import SourceFile
+    from reshard.core.model.checkpoint import SourceFile
+    from reshard.core.model.entries import Entry
     from reshard.strategy.strategy import Strategy
 
 _MOST_TIMES = 256  # a strategy with more ranks per existing rank does not belong to the checkpoint

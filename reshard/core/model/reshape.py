@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from reshard.core.layout.axes import factors, position, refined, row_major, split, together
 from reshard.core.layout.block import Block, shape_text
+from reshard.core.model.checkpoint import Shard, Tensor
+from reshard.core.model.entries import Extent, part_of
 from reshard.errors import LayoutError, names
-from reshard.formats.entries import Extent, part_of
-from reshard.source.checkpoint import Shard, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
-    from reshard.source.checkpoint import Checkpoint, Sharding, TensorSpec
+    from reshard.core.model.checkpoint import Checkpoint, Sharding, TensorSpec
 
 
 _MOST_RUNS = 64
@@ -125,7 +125,7 @@ def reshaped(tensor: Tensor, shape: Shape) -> Tensor | None:
     >>> from reshard.dtypes import by_name
     >>> from reshard.errors import UsageError
     >>> from reshard.core.layout.block import Block
-    >>> from reshard.source.checkpoint import TensorSpec
+    >>> from reshard.core.model.checkpoint import TensorSpec
     >>> shards = [Shard(Block((0, 0), (4, 2)), (Extent(0, ((8, 8),)),)), Shard(Block((4, 0), (6, 2)), ())]
     >>> experts = reshaped(Tensor.of(TensorSpec("w", by_name("int8", UsageError), (6, 2)), shards), (2, 3, 2))
     >>> [(str(shard.block), shard.replicas[0].runs) for shard in experts.shards if shard.replicas]
@@ -182,7 +182,7 @@ def stacked_axes(tensor: Tensor) -> tuple[str, ...]:
     >>> from reshard.dtypes import by_name
     >>> from reshard.errors import UsageError
     >>> from reshard.core.layout.block import Block
-    >>> from reshard.source.checkpoint import TensorSpec
+    >>> from reshard.core.model.checkpoint import TensorSpec
     >>> shards = [Shard(Block((layer, 0), (layer + 1, 2)), ()) for layer in range(4)]
     >>> names = ("decoder.layers.norm.weight", "layers.0.norm.weight", "decoder.layers.mlp.experts.local_experts.0.w")
     >>> [stacked_axes(Tensor.of(TensorSpec(name, by_name("int8", UsageError), (4, 2)), shards)) for name in names]

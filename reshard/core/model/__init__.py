@@ -1,0 +1,1 @@
+"""Checkpoints as tensors, their blocks, and the byte ranges of each block."""

@@ -1,1 +1,0 @@
-"""Turn files into a `Checkpoint`: read headers, and assemble blocks."""
