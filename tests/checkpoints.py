@@ -11,7 +11,7 @@ import numpy as np
 import reshard
 from reshard.core.model.entries import Content
 from reshard.dtypes import BY_NAME
-from reshard.formats import by_name
+from reshard.kits.files import by_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ from checkpoints import numbers, write_ranks
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.model.entries import ranges
-from reshard.formats import index_file
+from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from reshard import formats
     from reshard.core.model.entries import Entry, FileIndex
+    from reshard.kits import files as formats
 
 Held = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Tensors as (dtype name, shape, bytes)."""

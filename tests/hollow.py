@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reshard import Layout, Strategy, write_strategy
 from reshard.core.model.entries import Content, FileLayout
 from reshard.dtypes import BFLOAT16
-from reshard.formats import by_name
+from reshard.kits.files import by_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,8 +24,8 @@ from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.make import plan_convert
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
-from reshard.formats import check_file_name
 from reshard.formats.sets import DCP_NAME, LinkedDCP
+from reshard.kits.files import check_file_name
 from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import self_described

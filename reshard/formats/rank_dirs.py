@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard.core.storage.base import PARTIAL, reading, similar
 from reshard.errors import Option, SourceError, Text, names
-from reshard.formats import is_save
 from reshard.formats.directories import (
     DIRECTORY_FORMATS,
     FOREIGN,
@@ -27,6 +26,7 @@ from reshard.formats.directories import (
     refuse_directory,
     refuse_one_of_several,
 )
+from reshard.kits.files import is_save
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from reshard.core.run.settings import RunOptions
 from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, UsageError, names
-from reshard.formats.ckpt import MAP_PARAMETER, map_parameters
+from reshard.kits.ckpt import MAP_PARAMETER, map_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -24,8 +24,8 @@ from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.local import local_store
 from reshard.dtypes import STR
 from reshard.errors import SourceError, UsageError, names
-from reshard.formats import by_name, index_file
-from reshard.formats.ckpt import MAP_PARAMETER, TRAILER, TRAILER_BYTES, map_parameters
+from reshard.kits.ckpt import MAP_PARAMETER, TRAILER, TRAILER_BYTES, map_parameters
+from reshard.kits.files import by_name, index_file
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, is_array
 

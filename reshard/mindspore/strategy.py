@@ -31,7 +31,7 @@ from reshard.core.storage.decryption import MAGICS
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small, refuse_inputs
 from reshard.errors import LayoutError, SourceError, StrategyError, UsageError
-from reshard.formats import index_file
+from reshard.kits.files import index_file
 from reshard.mindspore.launch import get_group_size, get_rank
 from reshard.strategy.files import read_strategy, strategy_files, write_strategy
 from reshard.strategy.proto.messages import layout_of_message, tensor_map_parts

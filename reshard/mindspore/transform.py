@@ -22,7 +22,7 @@ from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
 from reshard.core.storage.local import local_store
 from reshard.errors import Faults, SourceError, UsageError
-from reshard.formats import index_file
+from reshard.kits.files import index_file
 from reshard.mindspore.arguments import (
     FORMATS,
     DirectoryError,

@@ -5,7 +5,7 @@
    are.
 2. An uncompressed chunk is a byte range of its file. In a shard it is found by the index, which is read. At the edge
    of an array a chunk extends beyond the tensor; its part within the tensor may then be several ranges.
-3. Absent and encoded chunks get the extents of the decoded file that `formats.decoding` presents.
+3. Absent and encoded chunks get the extents of the decoded file that `kits.chunks.decoding` presents.
 4. A store that this program wrote (it has its notes) has every chunk and all notes; any that is missing was lost. In a
    store of another program an absent chunk is the fill value, and a warning gives their number.
 
@@ -28,7 +28,6 @@ from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats import zarr
-from reshard.formats.decoding import Decoding, Fill
 from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.carried import CHUNK, KINDS, parse
@@ -36,6 +35,7 @@ from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.chunks import Encoded, slab_bytes
 from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes, read_metadata, strings
 from reshard.formats.zarr.v2 import parse_json, parse_v2
+from reshard.kits.chunks.decoding import Decoding, Fill
 from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from reshard.core.layout.replicas import stored_once
 from reshard.core.model.entries import Content, FileLayout, ShardFiles, SizedTensor
 from reshard.core.target import Destination, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import LayoutError, UsageError, names
-from reshard.formats import by_name
 from reshard.formats.sets import MAX_SHARD_BYTES, HuggingFaceSet, MindSporeSet
+from reshard.kits.files import by_name
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.strategy import Strategy
 from reshard.targets.sidecars import Sidecars, shard_size

@@ -43,7 +43,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.core.model.entries import Content
 from reshard.dtypes import BFLOAT16
-from reshard.formats import by_name
+from reshard.kits.files import by_name
 
 HIDDEN, INNER, VOCABULARY = 2112, 5760, 24000  # multiples of 48, so that 8 and 6 ranks divide them
 

@@ -48,7 +48,7 @@ from measure import RESHARD, Measured, measured
 import reshard
 from reshard.core.model.entries import Content
 from reshard.dtypes import BFLOAT16, BY_NAME
-from reshard.formats import by_name
+from reshard.kits.files import by_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

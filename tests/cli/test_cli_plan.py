@@ -16,7 +16,7 @@ from refusals import failed
 
 import reshard
 from reshard import Selection
-from reshard.formats import index_file
+from reshard.kits.files import index_file
 
 
 def saved(case: Case, tmp_path: Path, *options: str | Path) -> Path:

@@ -11,12 +11,13 @@ import safetensors
 from format_files import CODE, SAMPLE, Held, contents_of, saved, write
 from refusals import refused
 
-from reshard import formats
 from reshard.core.model.entries import Content
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError, UsageError
-from reshard.formats import ckpt, index_file
-from reshard.formats import safetensors as st_format
+from reshard.kits import ckpt
+from reshard.kits import files as formats
+from reshard.kits import safetensors as st_format
+from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

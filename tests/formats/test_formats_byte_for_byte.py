@@ -17,8 +17,9 @@ from refusals import refused
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.formats import ckpt, index_file
-from reshard.formats import safetensors as st_format
+from reshard.kits import ckpt
+from reshard.kits import safetensors as st_format
+from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,8 @@ from refusals import refused
 from reshard.core.model.entries import Content
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.formats import ckpt, index_file
+from reshard.kits import ckpt
+from reshard.kits.files import index_file
 from reshard.strategy.proto import message_class
 
 if TYPE_CHECKING:

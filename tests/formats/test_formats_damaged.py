@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from samples import one_in
 
 from reshard.errors import SourceError
-from reshard.formats import ckpt, index_file
-from reshard.formats import safetensors as st_format
+from reshard.kits import ckpt
+from reshard.kits import safetensors as st_format
+from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from format_files import saved, st_file
 from refusals import refused
 
 from reshard.errors import SourceError
-from reshard.formats import index_file
+from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,7 +25,7 @@ from reshard.core.layout.block import Block
 from reshard.core.model.entries import Content
 from reshard.dtypes import BFLOAT16
 from reshard.errors import BudgetError
-from reshard.formats import by_name
+from reshard.kits.files import by_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -30,7 +30,7 @@ from hypothesis import strategies as some
 from makers import varint
 
 from reshard.errors import ReshardError, UsageError
-from reshard.formats import index_file
+from reshard.kits.files import index_file
 from reshard.strategy.files import read_strategy, write_strategy
 from reshard.strategy.proto import message_class
 from reshard.view.words import strategy_data, strategy_text

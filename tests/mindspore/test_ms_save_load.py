@@ -19,7 +19,7 @@ from ms_files import (
     warnings_logged,  # noqa: F401 -- applies to every test here
 )
 
-import reshard.formats.ckpt
+import reshard.kits.ckpt
 import reshard.mindspore as ms
 from reshard.mindspore import Parameter, Tensor
 
@@ -90,7 +90,7 @@ def test_what_is_encrypted_comes_back(
 
 def test_a_tensor_in_several_messages_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MindSpore cuts at 512 MiB; here at 50 bytes, amid rows and elements."""
-    monkeypatch.setattr(reshard.formats.ckpt, "PART_BYTES", 50)
+    monkeypatch.setattr(reshard.kits.ckpt, "PART_BYTES", 50)
     monkeypatch.setattr("reshard.mindspore.save_load.PIECE_BYTES", 7)
     given = {"w": np.arange(100, dtype=np.float32).reshape(10, 10), "v": np.arange(3, dtype=np.int64)}
     ms.save_checkpoint(given, str(tmp_path / "x.ckpt"), crc_check=True)

@@ -18,7 +18,7 @@ from reshard import Layout, Strategy
 from reshard.core.plan import budget, partition
 from reshard.core.plan.bands import AHEAD
 from reshard.core.plan.partition import partitioned
-from reshard.formats import ckpt
+from reshard.kits import ckpt
 
 if TYPE_CHECKING:
     from pathlib import Path

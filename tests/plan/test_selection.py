@@ -304,7 +304,7 @@ def values(name: str) -> Array:
 def write_as(path: Path, name: str, value: Array, dtype: str) -> Path:
     """Write one tensor of any dtype."""
     from reshard.core.model.entries import Content
-    from reshard.formats import safetensors
+    from reshard.kits import safetensors
 
     layout = safetensors.lay_out([Content(name, BY_NAME[dtype], value.shape)], {})
     ((offset, nbytes),) = places(layout)[name]

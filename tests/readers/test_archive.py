@@ -23,9 +23,9 @@ from reshard.core.storage.base import Around
 from reshard.core.storage.places import any_store
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.readers.torch_save import archive
-from reshard.readers.torch_save.archive import Archives, ZipPart
-from reshard.targets.saved_tensors import saved_tensor, saved_text
+from reshard.kits.torch import archive
+from reshard.kits.torch.archive import Archives, ZipPart
+from reshard.kits.torch.saved_tensors import saved_tensor, saved_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,8 +19,8 @@ from refusals import refused
 
 from reshard.core.model.entries import RangeReader
 from reshard.errors import SourceError
-from reshard.readers import pickles
-from reshard.readers.pickles import Name, Pairs, PickledObject, unpickled
+from reshard.kits.torch import pickles
+from reshard.kits.torch.pickles import Name, Pairs, PickledObject, unpickled
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -226,8 +226,8 @@ def test_one_file_of_whole_tensors(tmp_path: Path, name: str) -> None:
 
 def test_a_record_that_begins_behind_four_gigabytes(tmp_path: Path) -> None:
     """Of a file with holes, whose directory has numbers of 64 bits."""
-    from reshard.readers.torch_save.archive import ending
-    from reshard.targets.saved_tensors import _record, _size
+    from reshard.kits.torch.archive import ending
+    from reshard.kits.torch.saved_tensors import _record, _size
 
     small = write_save(tmp_path / "small.pt", {"large": tensor(np.zeros(2, np.float32)), "b": tensor(FULL["b"])})
     with zipfile.ZipFile(small) as archive:

@@ -14,7 +14,7 @@ from refusals import refused
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import BudgetError, SourceError
-from reshard.formats.decoding import IMPORTED_BYTES
+from reshard.kits.chunks.decoding import IMPORTED_BYTES
 from reshard.readers import dcp
 from reshard.readers.dcp import zstd
 from reshard.readers.dcp.metadata import DeclaredTensor

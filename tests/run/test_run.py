@@ -26,7 +26,7 @@ from reshard.core.run import engine, graph
 from reshard.core.storage import local as store
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, TargetError, UsageError
-from reshard.formats import ckpt
+from reshard.kits import ckpt
 
 if TYPE_CHECKING:
     from faulty import Faults
@@ -189,7 +189,7 @@ def test_64_ranks_to_56(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bool", "int4", "uint8", "float16", "bfloat16", "int64", "float8_e4m3fn"])
 def test_every_width_moves_as_bits(tmp_path: Path, dtype: str) -> None:
     from reshard.core.model.entries import FileIndex
-    from reshard.formats import by_name
+    from reshard.kits.files import by_name
 
     kind = BY_NAME[dtype]
     bits = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, (8, 8, kind.itemsize), np.uint8)

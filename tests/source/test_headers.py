@@ -12,7 +12,8 @@ from reshard.core.model import headers
 from reshard.core.model.headers import Headers
 from reshard.core.storage.base import Around
 from reshard.core.storage.places import AnyStore, any_store
-from reshard.formats import ckpt, index_file
+from reshard.kits import ckpt
+from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from reshard.core.run.preflight import preflight
 from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.filesystems import FileSystemClient
-from reshard.formats import index_file
+from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ import reshard.core.storage.decryption
 from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.decryption import MAGICS, DecryptingStore
 from reshard.errors import ReshardError, SourceError, UsageError
-from reshard.formats import index_file
+from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,8 @@ from written_dcp import unpickled
 import reshard
 from reshard import LinkedDCP, Selection
 from reshard.dtypes import BY_NAME
+from reshard.kits.torch.saved_tensors import torch_dtype
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
-from reshard.targets.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from reshard.errors import SourceError
-from reshard.readers.pickles import unpickled
-from reshard.readers.torch_save.tensors import PickleBytes
+from reshard.kits.torch.pickles import unpickled
+from reshard.kits.torch.tensors import PickleBytes
 from reshard.targets.deepspeed import instructions
 from reshard.targets.deepspeed.instructions import (
     GraphNode,
@@ -50,7 +50,7 @@ def loads(content: bytes) -> Any:
 
 
 def again(content: bytes) -> bytes:
-    """The pickle that is written of a pickle that `readers.pickles` accepts."""
+    """The pickle that is written of a pickle that `kits.torch.pickles` accepts."""
     unpickled(PickleBytes("x", content), "a value", outside=True)
     return written(*parsed(content))
 

@@ -24,15 +24,15 @@ from reshard import Layout, Strategy
 from reshard.cli.main import cli
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
-from reshard.targets.pickling import pickled
-from reshard.targets.saved_tensors import saved_tensor, saved_text
+from reshard.kits.torch.pickling import pickled
+from reshard.kits.torch.saved_tensors import saved_tensor, saved_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from helpers import Array
 
-    from reshard.targets.saved_tensors import Saved
+    from reshard.kits.torch.saved_tensors import Saved
 
 FULL = numbers({"layer.w": (16, 8), "layer.b": (8,), "norm": (16,)}) | {
     "step": np.array(2.5, np.float32),

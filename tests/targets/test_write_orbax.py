@@ -22,7 +22,7 @@ from refusals import failed
 
 import reshard
 from reshard.errors import UsageError
-from reshard.formats import by_name
+from reshard.kits.files import by_name
 
 if TYPE_CHECKING:
     from pathlib import Path

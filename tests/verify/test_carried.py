@@ -25,8 +25,8 @@ import reshard.mindspore as ms
 from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.core.plan import budget
 from reshard.errors import UsageError
-from reshard.formats.ckpt import Trailer
-from reshard.readers.torch_save.archive import Archives
+from reshard.kits.ckpt import Trailer
+from reshard.kits.torch.archive import Archives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dcp_files import Box
     from remotes import Requests
 
-    from reshard.readers.torch_save.archive import ZipPart
+    from reshard.kits.torch.archive import ZipPart
 
 CASES = [
     "files", "fsdp2_bf16", "fsdp2_tp2d", "fsdp2_uneven", "hsdp", "kinds", "mcore_flat", "mcore_layers_apart",

@@ -18,7 +18,7 @@ from reshard import Layout, Selection, Strategy
 from reshard.core.plan.make import plan_convert
 from reshard.core.verify.sides import opened
 from reshard.errors import SourceError, UsageError
-from reshard.formats import index_file
+from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
     from pathlib import Path

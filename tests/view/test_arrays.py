@@ -30,7 +30,7 @@ from reshard.core.model.stored import StoredTensor
 from reshard.core.plan.plan import RankBlock
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError
-from reshard.formats import by_name, index_file
+from reshard.kits.files import by_name, index_file
 from reshard.view.arrays import sub_array, tensor_array
 from reshard.view.ranks import RankArrays
 

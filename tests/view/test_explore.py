@@ -302,7 +302,7 @@ def test_a_slice_that_is_used_twice_reads_no_more(tmp_path: Path, store: Countin
 def written(root: Path, values: np.ndarray[Any, Any], dtype: str, strategy: Strategy) -> Checkpoint:
     """A safetensors checkpoint of one tensor `w`."""
     from reshard.core.model.entries import Content
-    from reshard.formats import by_name
+    from reshard.kits.files import by_name
 
     for rank, block in strategy.grid("w", values.shape).by_rank().items():
         part = np.ascontiguousarray(values[tuple(map(slice, block.start, block.stop))])

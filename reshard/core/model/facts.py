@@ -160,7 +160,7 @@ class Extras:
         model_config: the `config.json` for a Hugging Face set of these tensors, if it differs from the source's; else
             empty.
         arguments: the arguments of the training that Megatron-LM's files state, which rules are compared with; see
-            `formats.megatron`.
+            `kits.megatron.arguments`.
     """
 
     described_by: str = ""

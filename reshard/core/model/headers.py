@@ -25,8 +25,8 @@ from reshard.core.storage.local import local_store
 from reshard.core.storage.places import in_batches, workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError
-from reshard.formats import REMOTE_HEAD, NothingReadableError, index_file
 from reshard.formats.directories import refuse_blocks
+from reshard.kits.files import REMOTE_HEAD, NothingReadableError, index_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

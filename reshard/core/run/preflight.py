@@ -29,8 +29,8 @@ from reshard.core.storage.small import is_within, refuse_inputs
 from reshard.core.storage.threads import map_ordered
 from reshard.core.storage.urls.remote import REQUESTS
 from reshard.errors import Option, TargetError, Text, names
-from reshard.formats import check_name
 from reshard.formats.directories import is_iteration, is_of_a_set
+from reshard.kits.files import check_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -35,8 +35,8 @@ from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
 from reshard.formats.rank_dirs import leftovers, rank_of
 from reshard.formats.sets import read_index
+from reshard.kits.safetensors_library import by_library, read_by_library, unread_by_library
 from reshard.readers.open import made_at
-from reshard.readers.safetensors_library import by_library, read_by_library, unread_by_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Encoded chunks of a zarr store: how they are decoded and compressed.
 
-* Reading: each chunk is read by its offset (`formats.decoding`). zstd is decoded there: zarr takes 0.5 ms longer for
-  each chunk, and allocates as much memory as a damaged chunk declares. Chunks in any other encoding are decoded by
+* Reading: each chunk is read by its offset (`kits.chunks.decoding`). zstd is decoded there: zarr takes 0.5 ms longer
+  for each chunk, and allocates as much memory as a damaged chunk declares. Chunks in any other encoding are decoded by
   zarr, which opens an array of one chunk in memory.
 * Writing: a chunk is assembled in memory, compressed when its last byte has arrived, and appended to its file in
   row-major order, so that the file does not depend on the order of writes. One task owns a file.
@@ -17,9 +17,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import TargetError
-from reshard.formats.decoding import IMPORTED_BYTES, zstd_content
 from reshard.formats.zarr import ABSENT, METADATA, shard_index
 from reshard.formats.zarr.files import ARRAY_V2
+from reshard.kits.chunks.decoding import IMPORTED_BYTES, zstd_content
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

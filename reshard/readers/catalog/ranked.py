@@ -15,10 +15,11 @@ from reshard.core.records.made import made_of
 from reshard.core.storage.base import reading
 from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, SourceError, names
-from reshard.formats import is_save
 from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, TRAINER_FILES, refuse_directory
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY, is_checkpoint_name, steps_of
 from reshard.formats.sets import set_indexes, set_word
+from reshard.kits.files import is_save
+from reshard.kits.torch.file import TorchFile
 from reshard.readers.beside import strategies_in
 from reshard.readers.catalog.findings import Candidate, Findings, by_opening, doubted, of_error
 from reshard.readers.catalog.walk import FileStat
@@ -26,7 +27,6 @@ from reshard.readers.open import open as open_checkpoint
 from reshard.readers.open import read_headers
 from reshard.readers.openers import TORCH_SAVE_LABEL
 from reshard.readers.ranks import index_ranks
-from reshard.readers.torch_save.file import TorchFile
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:

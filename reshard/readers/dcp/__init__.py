@@ -40,14 +40,14 @@ from reshard.core.storage.places import any_store, workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
-from reshard.formats import safetensors
 from reshard.formats.directories import DCP_FILES
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS
+from reshard.kits import safetensors
+from reshard.kits.torch.archive import Archives, ZipPart
+from reshard.kits.torch.pickles import describe
 from reshard.readers.dcp.items import Span, read_items
 from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
 from reshard.readers.huggingface import without_notes
-from reshard.readers.pickles import describe
-from reshard.readers.torch_save.archive import Archives, ZipPart
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from reshard.core.model.entries import Entry, Sums
     from reshard.core.storage.base import Status
     from reshard.core.storage.places import Place
-    from reshard.formats.decoding import Decoding
+    from reshard.kits.chunks.decoding import Decoding
     from reshard.readers.dcp.metadata import DeclaredTensor, Item
     from reshard.readers.dcp.zstd import Streams
 
@@ -273,7 +273,7 @@ class _DCPFiles:
         """Return how to decode the files; None if all are plain."""
         if not self.streams:
             return None
-        from reshard.formats.decoding import Decoding  # not on every start
+        from reshard.kits.chunks.decoding import Decoding  # not on every start
 
         cache_bytes = 0
         for name, declared in self._metadata.tensors.items():

@@ -16,16 +16,16 @@ from reshard.core.model.facts import DAMAGED
 from reshard.core.storage.page_cache import GLANCE_BYTES
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
-from reshard.readers.pickles import unpickled
-from reshard.readers.torch_save.archive import Damaged, first_records
-from reshard.readers.torch_save.tensors import PickleBytes, rebuilt
+from reshard.kits.torch.archive import Damaged, first_records
+from reshard.kits.torch.pickles import unpickled
+from reshard.kits.torch.tensors import PickleBytes, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reshard.core.model.entries import Entry
     from reshard.core.storage.base import ReadStore, Want
-    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.kits.torch.tensors import Rebuilt
 
 _HEAD = 2048  # has all that is needed of most items
 _LONGEST_HEAD = 1 << 18

@@ -1,4 +1,4 @@
-"""Interpret the metadata of a distributed checkpoint, as `readers.pickles` reads them."""
+"""Interpret the metadata of a distributed checkpoint, as `kits.torch.pickles` reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, names
 from reshard.formats.directories import DCP, DCP_FILES, DCP_OF_RANK
 from reshard.formats.sets import DCP_INDEX
-from reshard.readers.pickles import Name, Pairs, PickledObject, describe, numbers, unpickled
+from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe, numbers, unpickled
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Read objects of PyTorch's distributed checkpoints, and Megatron-Core's other files, as bytes or plain data.
 
 Each is a zip archive that `torch.save` wrote: stored records, with checksums unless these were turned off. A pickle
-describes the object, and other records have the bytes of its tensors. `readers.pickles` reads the pickle; it imports
+describes the object, and other records have the bytes of its tensors. `kits.torch.pickles` reads the pickle; it imports
 and calls nothing.
 
 Sources: PyTorch 2.13 `torch/serialization.py`, Megatron-LM `megatron/training/checkpointing.py`, and files that these
@@ -19,11 +19,11 @@ from reshard.core.model.checkpoint import TensorSpec
 from reshard.core.storage.places import any_store, in_batches
 from reshard.core.storage.small import parse_json
 from reshard.errors import SourceError, bytes_text
+from reshard.kits.megatron.pickled import known
+from reshard.kits.torch.archive import Damaged, checked_records
+from reshard.kits.torch.pickles import Name, Pairs, PickledObject, unpickled
+from reshard.kits.torch.tensors import PickleBytes, rebuilt
 from reshard.readers.dcp.metadata import BACKEND, COMMON
-from reshard.readers.pickles import Name, Pairs, PickledObject, unpickled
-from reshard.readers.torch_save.archive import Damaged, checked_records
-from reshard.readers.torch_save.megatron_args import known
-from reshard.readers.torch_save.tensors import PickleBytes, rebuilt
 from reshard.spelling import missing_name
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 A stream does not declare the size of its contents; the metadata bound it by the size of the tensor's block. The head of
 an item, which describes its tensor, is in the first block of the stream. An item is decoded in memory as a whole
-(`formats.decoding`), by `verify` too; items of more than 1 GB are refused.
+(`kits.chunks.decoding`), by `verify` too; items of more than 1 GB are refused.
 
 An item carries the checksums of its zip (`archive`), and the checksum of the frame, if it has one, which zstd compares.
 A bit of the stream may occur in several places of the zip, so that these agree on another name of a record: names have
@@ -22,9 +22,9 @@ from reshard.core.storage.base import Around
 from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import bytes_text
-from reshard.formats.decoding import TooLongError, zstd_begun, zstd_content
+from reshard.kits.chunks.decoding import TooLongError, zstd_begun, zstd_content
+from reshard.kits.torch.archive import Archives, ZipPart, directory
 from reshard.readers.dcp.items import KnownHeads, Span, item, read_heads
-from reshard.readers.torch_save.archive import Archives, ZipPart, directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,12 +17,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
+from reshard.kits.torch.dtensors import is_tensor
+from reshard.kits.torch.file import FileTensor
+from reshard.kits.torch.pickles import Pairs, describe, numbers
+from reshard.kits.torch.tensors import Rebuilt
 from reshard.readers.deepspeed.flat import Flat
 from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table, whole_number
-from reshard.readers.pickles import Pairs, describe, numbers
-from reshard.readers.torch_save.dtensors import is_tensor
-from reshard.readers.torch_save.file import FileTensor
-from reshard.readers.torch_save.tensors import Rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from reshard.core.layout.block import Shape
     from reshard.core.model.entries import Entry
     from reshard.dtypes import DType
-    from reshard.readers.torch_save.file import TorchFile
+    from reshard.kits.torch.file import TorchFile
 
 _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
 from reshard.formats.directories import MODEL_STATES
+from reshard.kits.torch.dtensors import is_tensor
+from reshard.kits.torch.pickles import Pairs, describe
+from reshard.kits.torch.tensors import rebuilt
 from reshard.readers.deepspeed.pickled import flat, shapes, table, whole_number
-from reshard.readers.pickles import Pairs, describe
-from reshard.readers.torch_save.dtensors import is_tensor
-from reshard.readers.torch_save.tensors import rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
-    from reshard.readers.torch_save.file import TorchFile
-    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.kits.torch.file import TorchFile
+    from reshard.kits.torch.tensors import Rebuilt
 
 _TENSORS = {"module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names"}
 _EXPERT_LAYERS = ("ds_autoep_layers", "autoep_layers")

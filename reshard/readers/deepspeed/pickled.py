@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.layout.block import LONGEST_NAME, is_possible, shape_text
 from reshard.errors import SourceError
-from reshard.readers.pickles import Pairs, PickledObject, describe, numbers
-from reshard.readers.torch_save.dtensors import is_tensor
-from reshard.readers.torch_save.tensors import rebuilt
+from reshard.kits.torch.dtensors import is_tensor
+from reshard.kits.torch.pickles import Pairs, PickledObject, describe, numbers
+from reshard.kits.torch.tensors import rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard.core.layout.block import Shape
-    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.kits.torch.tensors import Rebuilt
 
 _MOST_NAMES = 1 << 20
 _LARGEST = 1 << 62  # of a number of steps, or another single number

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.core.layout.block import shape_text
 from reshard.errors import SourceError
+from reshard.kits.torch.file import Storage
+from reshard.kits.torch.pickles import Pairs
+from reshard.kits.torch.tensors import Rebuilt, rebuilt
 from reshard.readers.deepspeed.buffers import MASTERS
 from reshard.readers.deepspeed.listing import checkpoint_files, read_files
 from reshard.readers.deepspeed.model import ModelStates
@@ -24,9 +27,6 @@ from reshard.readers.deepspeed.part import STEP, PartTensors, add_rounded, add_w
 from reshard.readers.deepspeed.pickled import flat, numbered, optional_table, scalar, table
 from reshard.readers.deepspeed.tensor_parallel import Recorded
 from reshard.readers.deepspeed.zero_checkpoint import checkpoint_of
-from reshard.readers.pickles import Pairs
-from reshard.readers.torch_save.file import Storage
-from reshard.readers.torch_save.tensors import Rebuilt, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
-    from reshard.readers.torch_save.file import TorchFile
+    from reshard.kits.torch.file import TorchFile
 
 DIRECTORY = "zero"
 """The directory of parameters."""

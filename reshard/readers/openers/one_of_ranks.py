@@ -18,9 +18,9 @@ from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Option, ReshardError, SourceError, Text, names
-from reshard.formats import is_save
 from reshard.formats.directories import SAVE_EXTENSIONS, STEP_NAME, TRAINER_FILES
 from reshard.formats.rank_dirs import EXTENSIONS, Step
+from reshard.kits.files import is_save
 from reshard.siblings import keeping_siblings, siblings_of
 
 if TYPE_CHECKING:

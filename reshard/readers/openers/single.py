@@ -7,9 +7,9 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
-from reshard.formats import is_known, is_save
 from reshard.formats.directories import SAVE_EXTENSIONS, TRAINER_FILES
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY
+from reshard.kits.files import is_known, is_save
 
 if TYPE_CHECKING:
     from collections.abc import Collection

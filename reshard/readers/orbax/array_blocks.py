@@ -1,8 +1,8 @@
 """The arrays of one item: their blocks, and the location of each chunk.
 
 1. An uncompressed chunk in a data file is a byte range of it.
-2. A compressed one, and one within a node of a database, gets the extent of a virtual file (`formats.decoding`). The
-   chunks of a node are kept in memory, and belong to the file of metadata.
+2. A compressed one, and one within a node of a database, gets the extent of a virtual file (`kits.chunks.decoding`).
+   The chunks of a node are kept in memory, and belong to the file of metadata.
 3. An absent chunk is the fill value, if Orbax left out such chunks; if not, it is lost, and so is the array.
 """
 
@@ -16,13 +16,13 @@ from reshard.core.model.checkpoint import Shard, Tensor, TensorSpec
 from reshard.core.model.entries import Extent
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
-from reshard.formats.streaming import piece_bytes, stream_bytes
 from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import slab_bytes
 from reshard.formats.zarr.files import own_notes, parse_metadata
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.formats.zarr.v2 import parse_v2
+from reshard.kits.chunks.streaming import piece_bytes, stream_bytes
 from reshard.readers.orbax.item_values import LONGEST_WHOLE, STRIDE, EncodedValues
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError, names
-from reshard.formats.decoding import zstd_content
-from reshard.formats.streaming import ChunkStream, RepeatedValue
 from reshard.formats.zarr.files import StoreFiles
+from reshard.kits.chunks.decoding import zstd_content
+from reshard.kits.chunks.streaming import ChunkStream, RepeatedValue
 from reshard.readers.orbax.ocdbt import Database, StoredValue
 from reshard.readers.orbax.steps import MANIFEST, PROCESS
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from reshard.core.storage.base import ReadStore, Want
     from reshard.core.storage.places import Place
-    from reshard.formats.streaming import Stream
+    from reshard.kits.chunks.streaming import Stream
     from reshard.readers.orbax.tree import SavedTree
 
 STRIDE = 1 << 40

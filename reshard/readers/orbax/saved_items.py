@@ -20,11 +20,11 @@ from reshard.core.model.reshape import Shared
 from reshard.core.storage.places import as_place
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
-from reshard.formats.decoding import Decoding
 from reshard.formats.directories import ORBAX
 from reshard.formats.zarr import METADATA as METADATA_V3
 from reshard.formats.zarr.files import strings
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
+from reshard.kits.chunks.decoding import Decoding
 from reshard.readers.orbax.array_blocks import ArrayBlocks, ChunkDecoding, read_metadata
 from reshard.readers.orbax.item_values import ItemValues
 from reshard.readers.orbax.sharding import SHARDING, arrangement, read_shardings

@@ -19,8 +19,8 @@ from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, SourceError
 from reshard.formats.directories import CONSOLIDATED
-from reshard.readers.torch_save.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
-from reshard.readers.torch_save.joining import check_shapes, join, opened
+from reshard.kits.parts.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
+from reshard.kits.parts.joining import check_shapes, join, opened
 from reshard.readers.torch_save.saves import File, read_files
 from reshard.strategy.names import ranks_text
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.storage.places import Place
-    from reshard.readers.torch_save.file import FileTensor
+    from reshard.kits.torch.file import FileTensor
     from reshard.readers.torch_save.saves import Contents
 
 _EMBEDDING, _NORM = "tok_embeddings.weight", "norm.weight"

@@ -15,14 +15,14 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Faults, SourceError, names
-from reshard.readers.torch_save.cuts import GATE_AND_UP, MEGATRON, rule_in
+from reshard.kits.parts.cuts import GATE_AND_UP, MEGATRON, rule_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from reshard.core.storage.places import Place
-    from reshard.formats.megatron import Arguments
-    from reshard.readers.torch_save.file import FileTensor
+    from reshard.kits.megatron.arguments import Arguments
+    from reshard.kits.torch.file import FileTensor
     from reshard.readers.torch_save.saves import Contents
 
 OF_MODEL = re.compile(r"(?:language_model\.)?(?:embedding|encoder|decoder|transformer|output_layer|mtp)\.")

@@ -28,11 +28,11 @@ from reshard.core.storage.small import is_text
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import SAVES
-from reshard.formats.megatron import RANK_SIZES
-from reshard.readers.pickles import Name, Pairs, PickledObject, describe
-from reshard.readers.torch_save.dtensors import Tensors, is_tensor
-from reshard.readers.torch_save.file import NAME, FileTensor, TorchFile
-from reshard.readers.torch_save.megatron_args import stated_in
+from reshard.kits.megatron.arguments import RANK_SIZES
+from reshard.kits.megatron.pickled import stated_in
+from reshard.kits.torch.dtensors import Tensors, is_tensor
+from reshard.kits.torch.file import NAME, FileTensor, TorchFile
+from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Tensor
     from reshard.core.model.entries import Entry
     from reshard.core.storage.places import Place
-    from reshard.readers.torch_save.dtensors import DeviceMesh, RankTensor
+    from reshard.kits.torch.dtensors import DeviceMesh, RankTensor
 
 EXPECTED = "a state dict that torch.save stored"
 """The content of a file, for messages."""

@@ -25,11 +25,11 @@ from reshard.core.target import Destination, TargetBlocks, TargetFile, literal
 from reshard.errors import UsageError
 from reshard.formats.directories import TRACKER
 from reshard.formats.sets import DCP_INDEX, DCP_NAME
+from reshard.kits.torch.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 from reshard.targets.dcp.carried import Carried
 from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.rank_files import fitted
-from reshard.targets.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

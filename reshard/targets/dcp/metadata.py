@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.readers.pickles import Name
-from reshard.targets.pickling import Call, Instance, Items, pickled
+from reshard.kits.torch.pickles import Name
+from reshard.kits.torch.pickling import Call, Instance, Items, pickled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -28,6 +28,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
 from reshard.formats.directories import DCP, DCP_FILES, parts_below
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS, DCP_NAME
+from reshard.kits.torch.saved_tensors import torch_dtype
 from reshard.readers.dcp import rank_of
 from reshard.readers.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.readers.dcp.objects import problems
@@ -36,7 +37,6 @@ from reshard.targets.dcp import DCPTarget
 from reshard.targets.dcp.carried import old_names, read_carried
 from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
-from reshard.targets.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

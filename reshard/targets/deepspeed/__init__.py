@@ -25,6 +25,7 @@ from reshard.core.target import Destination, TargetBlocks, TargetFile, literal
 from reshard.errors import Option, Text, UsageError, names
 from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
 from reshard.formats.sets import UNIVERSAL_NAME
+from reshard.kits.torch.saved_tensors import saved_object, saved_tensor, torch_dtype
 from reshard.readers.deepspeed.model import ModelStates
 from reshard.readers.deepspeed.part import STEP
 from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER
@@ -35,7 +36,6 @@ from reshard.targets.deepspeed.model_states import CarriedModelStates
 from reshard.targets.deepspeed.optimizer import CarriedOptimizer, StepTensor
 from reshard.targets.deepspeed.saved_values import SavedValues
 from reshard.targets.deepspeed.states import number_of, parameter_states
-from reshard.targets.saved_tensors import saved_object, saved_tensor, torch_dtype
 
 if TYPE_CHECKING:
     import re
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Request
     from reshard.core.storage.places import Place
     from reshard.core.target import Assigned, TargetInputs, TargetTensor
-    from reshard.targets.saved_tensors import Saved
+    from reshard.kits.torch.saved_tensors import Saved
 
 TRACKER = "latest_universal"
 """The file that names the directory of a Universal Checkpoint."""

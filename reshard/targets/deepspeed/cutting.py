@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
+from reshard.kits.parts.cuts import COLUMNS, COPY, GATE_AND_UP, ROWS, WHOLE
 from reshard.readers.deepspeed.pickled import optional_table
 from reshard.readers.deepspeed.tensor_parallel import PATTERNS, NamePatterns, Recorded
-from reshard.readers.torch_save.cuts import COLUMNS, COPY, GATE_AND_UP, ROWS, WHOLE
 from reshard.strategy.names import matches
 
 if TYPE_CHECKING:

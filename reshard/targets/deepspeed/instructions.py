@@ -5,8 +5,8 @@ become a graph. A constant is the bytes of its instruction. An object is a `Grap
 each with the values that it takes from the stack. Nothing is imported or called. The graph is written as Python's own
 pickler does: an object that comes again by its number, so that shared objects stay shared.
 
-Ask `readers.pickles` first: only what it accepts can be parsed here. An object that contains itself is refused, and so
-is one that changes after its use, since it would be another one then.
+Ask `kits.torch.pickles` first: only what it accepts can be parsed here. An object that contains itself is refused, and
+so is one that changes after its use, since it would be another one then.
 
 Source: `pickle.py` and `pickletools.py` of Python 3.13.
 """
@@ -18,7 +18,7 @@ from pickletools import genops
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.targets.pickling import pickled
+from reshard.kits.torch.pickling import pickled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -122,7 +122,7 @@ def text_of(value: Value) -> str | None:
 
 
 def value_of(value: object) -> Value:
-    """Return the instructions of a value; `targets.pickling` says what it may be.
+    """Return the instructions of a value; `kits.torch.pickling` says what it may be.
 
     >>> written(value_of({"a": [1, True]}), 2) == pickled({"a": [1, True]}, 2)
     True
@@ -162,7 +162,7 @@ def references(value: Value) -> Iterator[GraphNode]:
 
 
 def parsed(content: bytes) -> tuple[Value, int]:
-    """Return the value of a pickle that `readers.pickles` accepted, and its protocol.
+    """Return the value of a pickle that `kits.torch.pickles` accepted, and its protocol.
 
     Raises:
         SourceError: an object contains itself, or changes after its use; or there are too many. The message does not

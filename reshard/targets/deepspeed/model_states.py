@@ -16,11 +16,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
+from reshard.kits.torch.dtensors import is_tensor
+from reshard.kits.torch.pickling import Items
+from reshard.kits.torch.saved_tensors import Saved, rebuilding, saved_storages
 from reshard.readers.deepspeed.pickled import optional_table, table
-from reshard.readers.torch_save.dtensors import is_tensor
 from reshard.targets.deepspeed.instructions import GraphNode, text, text_of, value_of, written
-from reshard.targets.pickling import Items
-from reshard.targets.saved_tensors import Saved, rebuilding, saved_storages
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -12,8 +12,8 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
+from reshard.kits.torch.saved_tensors import rebuilding, saved_storages
 from reshard.targets.deepspeed.instructions import GraphNode, dict_of, list_of, text, value_of, written
-from reshard.targets.saved_tensors import rebuilding, saved_storages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from reshard.core.storage.base import Around
 from reshard.core.storage.places import any_store, can
 from reshard.dtypes import INT4
 from reshard.errors import Faults, SourceError, UsageError, names
-from reshard.formats.safetensors import NAME
+from reshard.kits.safetensors import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

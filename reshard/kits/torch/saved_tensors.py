@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.core.layout.axes import row_major
 from reshard.core.model.entries import Crc
 from reshard.errors import UsageError
-from reshard.readers.pickles import Name
-from reshard.readers.torch_save.archive import LARGE, ending
-from reshard.readers.torch_save.tensors import STORAGES
-from reshard.targets.pickling import Call, Persistent, pickled
+from reshard.kits.torch.archive import LARGE, ending
+from reshard.kits.torch.pickles import Name
+from reshard.kits.torch.pickling import Call, Persistent, pickled
+from reshard.kits.torch.tensors import STORAGES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,9 +17,9 @@ from reshard.core.model.entries import Entry, FileIndex, RangeReader
 from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.readers.pickles import Name, Pairs, describe, first_unpickled, unpickled
-from reshard.readers.torch_save.archive import Archive, Archives, RecordReader, ZipPart
-from reshard.readers.torch_save.tensors import STORAGES, storage_reference
+from reshard.kits.torch.archive import Archive, Archives, RecordReader, ZipPart
+from reshard.kits.torch.pickles import Name, Pairs, describe, first_unpickled, unpickled
+from reshard.kits.torch.tensors import STORAGES, storage_reference
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from reshard.core.storage.base import ReadStore, Status, Want
     from reshard.core.storage.places import Place
     from reshard.dtypes import DType
-    from reshard.readers.pickles import PickledObject
-    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.kits.torch.pickles import PickledObject
+    from reshard.kits.torch.tensors import Rebuilt
 
 NAME = "torch.save"
 """The format of files with several tensors that `torch.save` wrote."""
@@ -56,7 +56,7 @@ class TorchFile(NamedTuple):
     Attributes:
         path: its absolute path or URL.
         status: its state when it was read.
-        value: the pickled value; see `readers.pickles`.
+        value: the pickled value; see `kits.torch.pickles`.
         pickle: the range of the pickle.
         archive: its zip archive; None for a file in the format before PyTorch 1.6.
         legacy: the storages of such a file, by the name of their record in an archive.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from reshard.core.storage.base import Around
 from reshard.core.storage.places import any_store
 from reshard.errors import SourceError
-from reshard.formats.streaming import repeat
+from reshard.kits.chunks.streaming import repeat
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.core.storage.base import ReadStore, Want
-    from reshard.formats.streaming import Stream
+    from reshard.kits.chunks.streaming import Stream
 
 IMPORTED_BYTES = 24 << 20
 """Additional resident memory of zarr and numcodecs; measured."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.core.layout.block import MOST_DIMS, Block, is_possible, shape_text
 from reshard.core.layout.placements import DimShard, device_ranges
 from reshard.errors import LayoutError, SourceError
-from reshard.readers.pickles import Name, PickledObject, describe, numbers
-from reshard.readers.torch_save.tensors import rebuilt
+from reshard.kits.torch.pickles import Name, PickledObject, describe, numbers
+from reshard.kits.torch.tensors import rebuilt
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.layout.placements import Placement
-    from reshard.readers.torch_save.tensors import Rebuilt
+    from reshard.kits.torch.tensors import Rebuilt
 
 _MOST_BLOCKS = 1 << 10  # of a rank's part of a tensor
 _MOST_MESHES = 1 << 8

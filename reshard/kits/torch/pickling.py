@@ -11,7 +11,7 @@ from itertools import islice
 from struct import pack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.readers.pickles import Name
+from reshard.kits.torch.pickles import Name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

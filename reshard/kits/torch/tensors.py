@@ -20,7 +20,7 @@ from reshard.core.model.entries import Entry, Extent
 from reshard.core.model.reshape import laid
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.readers.pickles import Name, PickledObject, describe, numbers
+from reshard.kits.torch.pickles import Name, PickledObject, describe, numbers
 
 if TYPE_CHECKING:
     from reshard.core.layout.block import Block, Shape

@@ -13,7 +13,7 @@ from reshard.core.model.listed import BlockList, common_dtype, nothing_readable
 from reshard.core.model.probe import compare_contents
 from reshard.core.model.reshape import part_extent
 from reshard.errors import Faults, Option, SourceError, StrategyError, Text, names
-from reshard.readers.torch_save.cuts import COPY
+from reshard.kits.parts.cuts import COPY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard.core.model.entries import Extent
     from reshard.core.storage.places import Place
     from reshard.dtypes import DType
-    from reshard.readers.torch_save.cuts import CutPiece, TensorCut
+    from reshard.kits.parts.cuts import CutPiece, TensorCut
 
 TABLE = "the table of names"
 """What describes the blocks: `Extras.described_by`."""

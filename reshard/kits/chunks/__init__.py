@@ -1,0 +1,1 @@
+"""Encoded chunks of tensors."""

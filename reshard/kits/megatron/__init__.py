@@ -1,0 +1,1 @@
+"""The arguments of a training with Megatron-LM, which several formats state."""

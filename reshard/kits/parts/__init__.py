@@ -1,0 +1,1 @@
+"""How tensor-parallel parts make whole tensors."""

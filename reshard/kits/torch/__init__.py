@@ -1,0 +1,1 @@
+"""Pickles, archives and tensors of `torch.save`: read as data, and written."""
