@@ -83,12 +83,12 @@ OF_FORMATS: dict[str | None, type[ZarrGroup | DCP | DeepSpeedUniversal]] = {
 """Formats of whole directories, with their file layouts."""
 
 _DESTINATIONS: dict[type, str] = {
-    Checkpoint2: "checkpoint2.Checkpoint2Target",
-    DCP: "dcp.DCPTarget",
-    DeepSpeedUniversal: "deepspeed.UniversalTarget",
-    LinkedDCP: "dcp.relinked.Relinked",
-    OrbaxTree: "zarr.orbax.OrbaxItem",
-    ZarrGroup: "zarr.ZarrStore",
+    Checkpoint2: "reshard.targets.checkpoint2:Checkpoint2Target",
+    DCP: "reshard.targets.dcp:DCPTarget",
+    DeepSpeedUniversal: "reshard.targets.deepspeed:UniversalTarget",
+    LinkedDCP: "reshard.targets.dcp.relinked:Relinked",
+    OrbaxTree: "reshard.formats.orbax.writer:OrbaxItem",
+    ZarrGroup: "reshard.targets.zarr:ZarrStore",
 }
 
 _IN_PLAN_FILES: dict[str, tuple[type[Any], Any]] = {
@@ -143,9 +143,9 @@ class FilesRecord:
 def destination_of(files: AnyFiles) -> type[Destination]:
     """Return the destination class for a file layout; `Ranks` by default."""
     names = (_DESTINATIONS[base] for base in type(files).__mro__ if base in _DESTINATIONS)
-    module, _, name = next(names, "rank_files.Ranks").rpartition(".")
+    module, _, name = next(names, "reshard.targets.rank_files:Ranks").partition(":")
     # Import the module only if needed.
-    destination: type[Destination] = getattr(import_module(f"reshard.targets.{module}"), name)
+    destination: type[Destination] = getattr(import_module(module), name)
     return destination
 
 

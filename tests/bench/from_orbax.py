@@ -55,7 +55,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from numcodecs import zstd
 from reshard.formats.zarr.files import StoreFiles
-from reshard.readers.orbax.ocdbt import Database
+from reshard.formats.orbax.ocdbt import Database
 from reshard.core.storage.places import as_place
 place = as_place(sys.argv[1])
 values = Database(place, StoreFiles(place)).values

@@ -37,7 +37,7 @@ from samples import slow
 
 import reshard
 from reshard.errors import ReshardError, SourceError
-from reshard.readers.orbax import ocdbt
+from reshard.formats.orbax import ocdbt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -218,7 +218,7 @@ def test_an_empty_database(tmp_path: Path) -> None:
 def streamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks in files are decoded piece by piece, or whole."""
     if request.param:
-        monkeypatch.setattr("reshard.readers.orbax.item_values.LONGEST_WHOLE", 0)
+        monkeypatch.setattr("reshard.formats.orbax.item_values.LONGEST_WHOLE", 0)
 
 
 @pytest.mark.usefixtures("streamed")

@@ -16,8 +16,8 @@ from checkpoints import assert_equal
 
 import reshard
 from reshard.core.storage.places import any_store, as_place
+from reshard.formats.orbax.ocdbt import Database
 from reshard.formats.zarr.files import StoreFiles
-from reshard.readers.orbax.ocdbt import Database
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

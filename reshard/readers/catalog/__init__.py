@@ -22,6 +22,7 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small
 from reshard.errors import SourceError
 from reshard.formats.directories import STEP_NAME, is_iteration
+from reshard.formats.orbax.steps import UNFINISHED
 from reshard.formats.rank_dirs import RANK_DIRECTORY
 from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr import METADATA
@@ -31,7 +32,6 @@ from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
 from reshard.readers.catalog.walk import listed
 from reshard.readers.openers import DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL, ZARR_LABEL, described
-from reshard.readers.orbax.steps import UNFINISHED
 from reshard.readers.runs import checkpoint_of, iteration_of, run_at
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from reshard.core.model.entries import RangeReader
 from reshard.core.records.made import made_of
 from reshard.errors import SourceError
 from reshard.formats.directories import CHECKPOINT2, DCP_FILES
+from reshard.formats.orbax.steps import unfinished_reason
 from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr.files import is_of_store
 from reshard.kits.torch.pickles import MOST_BYTES
@@ -22,7 +23,6 @@ from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.readers.dcp import MTIME_TOLERANCE_NS, rank_of
 from reshard.readers.dcp.metadata import BACKEND, COMMON, DCPMetadata, metadata_files
 from reshard.readers.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL
-from reshard.readers.orbax.steps import unfinished_reason
 from reshard.readers.zarr import open_store, store_notes
 
 if TYPE_CHECKING:

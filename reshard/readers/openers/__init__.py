@@ -23,11 +23,11 @@ from reshard.formats.directories import (
     release_below,
     saved_parts,
 )
+from reshard.formats.orbax.steps import shown_orbax
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import set_indexes
 from reshard.formats.zarr.files import is_store
 from reshard.readers.openers.single import is_single_save, lone_save
-from reshard.readers.orbax.steps import shown_orbax
 from reshard.readers.runs import checkpoint_of, iteration_of, newer, run_at
 
 if TYPE_CHECKING:
@@ -136,10 +136,11 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
         return Opener(root, opens, "run", is_deep=True, takes_rules=True)
     if not listing and is_single_save(root):
         refuse_one_of_several(root)
-        module, name = (
-            ("consolidated", "open_only") if CONSOLIDATED.files.fullmatch(root.name) else ("saves", "open_save")
-        )
-        opens = applied(getattr(import_module(f"reshard.readers.torch_save.{module}"), name), root)
+        if CONSOLIDATED.files.fullmatch(root.name):
+            from reshard.readers.torch_save.consolidated import open_only as opens_file  # not on every start
+        else:
+            from reshard.readers.torch_save.saves import open_save as opens_file
+        opens = applied(opens_file, root)
         return Opener(root, opens, TORCH_SAVE_LABEL, file=root)
     opener = described(root, listing) or _of_lone_save(root, listing)
     if opener is not None and iteration not in {None, iteration_of(root, numbered=True)}:
@@ -200,32 +201,45 @@ class _Distributed(NamedTuple):
 
 
 _FORMATS = (
-    _Distributed(applied(_shown, CHECKPOINT2), "checkpoint2", "open_checkpoint2", CHECKPOINT2_LABEL),
-    _Distributed(applied(_shown, DCP), "dcp", "open_dcp", DCP_LABEL),
-    _Distributed(applied(_shown, SAVES), "torch_save.saves", "open_saves", TORCH_SAVE_LABEL),
-    _Distributed(_shown_universal, "deepspeed.universal", "open_universal", UNIVERSAL_LABEL, is_deep=True),
-    _Distributed(applied(_shown, DEEPSPEED), "deepspeed.zero_checkpoint", "open_zero", "DeepSpeed", takes_rules=True),
-    _Distributed(_shown_blocks, "huggingface", "open_blocks", "DCP in safetensors"),
-    _Distributed(shown_orbax, "orbax.saved_items", "open_orbax", ORBAX_LABEL, is_deep=True),
-    _Distributed(parts_below, "dcp", "open_dcp", DCP_LABEL, is_deep=True),
-    _Distributed(applied(saved_parts, SAVED_SET), "torch_save.bin_sets", "open_set", TORCH_SAVE_LABEL),
+    _Distributed(applied(_shown, CHECKPOINT2), "reshard.readers.checkpoint2", "open_checkpoint2", CHECKPOINT2_LABEL),
+    _Distributed(applied(_shown, DCP), "reshard.readers.dcp", "open_dcp", DCP_LABEL),
+    _Distributed(applied(_shown, SAVES), "reshard.readers.torch_save.saves", "open_saves", TORCH_SAVE_LABEL),
+    _Distributed(
+        _shown_universal, "reshard.readers.deepspeed.universal", "open_universal", UNIVERSAL_LABEL, is_deep=True
+    ),
+    _Distributed(
+        applied(_shown, DEEPSPEED),
+        "reshard.readers.deepspeed.zero_checkpoint",
+        "open_zero",
+        "DeepSpeed",
+        takes_rules=True,
+    ),
+    _Distributed(_shown_blocks, "reshard.readers.huggingface", "open_blocks", "DCP in safetensors"),
+    _Distributed(shown_orbax, "reshard.formats.orbax.reader", "open_orbax", ORBAX_LABEL, is_deep=True),
+    _Distributed(parts_below, "reshard.readers.dcp", "open_dcp", DCP_LABEL, is_deep=True),
+    _Distributed(applied(saved_parts, SAVED_SET), "reshard.readers.torch_save.bin_sets", "open_set", TORCH_SAVE_LABEL),
     _Distributed(
         applied(saved_parts, CONSOLIDATED),
-        "torch_save.consolidated",
+        "reshard.readers.torch_save.consolidated",
         "open_consolidated",
         TORCH_SAVE_LABEL,
         takes_rules=True,
     ),
     _Distributed(
         applied(saved_parts, MEGATRON_RANKS),
-        "torch_save.megatron_ranks",
+        "reshard.readers.torch_save.megatron_ranks",
         "open_megatron",
         "Megatron",
         is_deep=True,
         takes_rules=True,
     ),
     _Distributed(
-        release_below, "torch_save.megatron_ranks", "open_release", "Megatron", is_deep=True, takes_rules=True
+        release_below,
+        "reshard.readers.torch_save.megatron_ranks",
+        "open_release",
+        "Megatron",
+        is_deep=True,
+        takes_rules=True,
     ),
 )
 """The distributed formats; the first that finds files opens them."""
@@ -235,7 +249,7 @@ def described(directory: Place, listing: Sequence[str]) -> Opener | None:
     """Return the opener of a distributed checkpoint with these files, else None."""
     for each in _FORMATS:
         if files := each.finds(directory, listing):
-            opener = getattr(import_module(f"reshard.readers.{each.module}"), each.opener)
+            opener = getattr(import_module(each.module), each.opener)
             return Opener(directory, applied(opener, directory, files), each.format, each.is_deep, each.takes_rules)
     return None
 

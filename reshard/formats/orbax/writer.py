@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.target import TargetFile, literal
 from reshard.dtypes import INT4
 from reshard.errors import UsageError
+from reshard.formats.orbax.steps import COMMITTED, METADATA, STEP_METADATA
 from reshard.formats.zarr import escaped
-from reshard.readers.orbax.steps import COMMITTED, METADATA, STEP_METADATA
 from reshard.targets.zarr import ZarrStore
 
 if TYPE_CHECKING:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError, names
+from reshard.formats.orbax.ocdbt import Database, StoredValue
+from reshard.formats.orbax.steps import MANIFEST, PROCESS
 from reshard.formats.zarr.files import StoreFiles
 from reshard.kits.chunks.decoding import zstd_content
 from reshard.kits.chunks.streaming import ChunkStream, RepeatedValue
-from reshard.readers.orbax.ocdbt import Database, StoredValue
-from reshard.readers.orbax.steps import MANIFEST, PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from reshard.core.storage.base import ReadStore, Want
     from reshard.core.storage.places import Place
+    from reshard.formats.orbax.tree import SavedTree
     from reshard.kits.chunks.streaming import Stream
-    from reshard.readers.orbax.tree import SavedTree
 
 STRIDE = 1 << 40
 """The distance between decoded chunks in a virtual file; none is longer."""

@@ -17,7 +17,7 @@ from reshard.core.layout.layout import Layout
 from reshard.core.layout.mesh import Mesh
 from reshard.core.storage.small import parse_json
 from reshard.errors import LayoutError, SourceError
-from reshard.readers.orbax.steps import read_object
+from reshard.formats.orbax.steps import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,6 +16,7 @@ from reshard.core.model.checkpoint import Shard, Tensor, TensorSpec
 from reshard.core.model.entries import Extent
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
+from reshard.formats.orbax.item_values import LONGEST_WHOLE, STRIDE, EncodedValues
 from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import slab_bytes
@@ -23,7 +24,6 @@ from reshard.formats.zarr.files import own_notes, parse_metadata
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.formats.zarr.v2 import parse_v2
 from reshard.kits.chunks.streaming import piece_bytes, stream_bytes
-from reshard.readers.orbax.item_values import LONGEST_WHOLE, STRIDE, EncodedValues
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from reshard.core.layout.block import Shape
     from reshard.core.model.reshape import Shared
     from reshard.core.storage.base import ReadStore, Want
-    from reshard.readers.orbax.item_values import ItemValues
-    from reshard.readers.orbax.ocdbt import StoredValue
+    from reshard.formats.orbax.item_values import ItemValues
+    from reshard.formats.orbax.ocdbt import StoredValue
 
 _LARGEST_METADATA = 1 << 20
 _MOST_CHUNKS = 1 << 22  # of all arrays

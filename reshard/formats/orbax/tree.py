@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.core.layout.block import LONGEST_NAME
 from reshard.core.storage.small import is_text
 from reshard.errors import SourceError
-from reshard.readers.orbax.steps import read_object
+from reshard.formats.orbax.steps import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,9 +20,9 @@ from reshard.core.storage.base import COPY_AGAIN, truncated
 from reshard.core.storage.crc import crc32c
 from reshard.core.storage.places import any_store, as_place
 from reshard.errors import SourceError
+from reshard.formats.orbax.fields import NodeFields
+from reshard.formats.orbax.steps import MANIFEST
 from reshard.kits.chunks.decoding import zstd_content
-from reshard.readers.orbax.fields import NodeFields
-from reshard.readers.orbax.steps import MANIFEST
 
 if TYPE_CHECKING:
     from reshard.core.storage.places import Place

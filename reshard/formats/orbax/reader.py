@@ -21,15 +21,15 @@ from reshard.core.storage.places import as_place
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats.directories import ORBAX
+from reshard.formats.orbax.array_blocks import ArrayBlocks, ChunkDecoding, read_metadata
+from reshard.formats.orbax.item_values import ItemValues
+from reshard.formats.orbax.sharding import SHARDING, arrangement, read_shardings
+from reshard.formats.orbax.steps import MANIFEST, METADATA, items_of, unfinished_reason
+from reshard.formats.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
 from reshard.formats.zarr import METADATA as METADATA_V3
 from reshard.formats.zarr.files import strings
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.kits.chunks.decoding import Decoding
-from reshard.readers.orbax.array_blocks import ArrayBlocks, ChunkDecoding, read_metadata
-from reshard.readers.orbax.item_values import ItemValues
-from reshard.readers.orbax.sharding import SHARDING, arrangement, read_shardings
-from reshard.readers.orbax.steps import MANIFEST, METADATA, items_of, unfinished_reason
-from reshard.readers.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
 from reshard.readers.zarr import store_notes
 
 if TYPE_CHECKING:
