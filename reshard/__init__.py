@@ -70,7 +70,7 @@ _HOMES = {
     "write": "api.writing",
     "write_manifest": "core.verify.manifest",
     "write_strategy": "strategy.files",
-    "ZarrGroup": "formats.zarr",
+    "ZarrGroup": "formats.zarr.layout",
 }
 
 __all__ = [
@@ -171,7 +171,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
-    from reshard.formats.zarr import ZarrGroup
+    from reshard.formats.zarr.layout import ZarrGroup
     from reshard.messages import ReshardWarning
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules

@@ -376,7 +376,7 @@ class Checkpoint(OpenedArrays):
         """
         from reshard.api.writing import store_directory
         from reshard.core.run.settings import RunOptions
-        from reshard.formats.zarr import ZarrGroup
+        from reshard.formats.zarr.layout import ZarrGroup
 
         if is_of_zarr(store):
             store = store_directory(store)

@@ -26,8 +26,8 @@ from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
-from reshard.formats.zarr import ATTRIBUTES
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
+from reshard.formats.zarr.layout import ATTRIBUTES
 from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import options_refused
 from reshard.sizes import size_of

@@ -399,8 +399,8 @@ def _make_store(
         TargetError: the store is finished, and was made from another source, or from this one before it changed.
     """
     from reshard.core.records.provenance import SourceRecord
-    from reshard.readers.zarr import store_notes
-    from reshard.targets.zarr import source_record
+    from reshard.formats.zarr.reader import store_notes
+    from reshard.formats.zarr.writer import source_record
 
     store_content = store_notes(store)
     if store_content is not None and not (source.is_dir() or source.is_file()):
@@ -436,7 +436,7 @@ def _make_store(
 def _format_before(store: Place) -> str | None:
     """Return `ckpt` if a store was made from `.ckpt` files only, else None."""
     from reshard.core.records.provenance import SourceRecord
-    from reshard.readers.zarr import store_notes
+    from reshard.formats.zarr.reader import store_notes
 
     recorded = SourceRecord.noted(store_notes(store) or {})
     paths = [file.path for file in recorded.files] if recorded else []

@@ -32,7 +32,7 @@ from reshard.core.target import TargetFile, literal
 from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, names
 from reshard.formats.directories import CHECKPOINT2, ORBAX, TRACKER
 from reshard.formats.sets import MAX_SHARD_BYTES, MOST_STEPS, check_size, check_step, one_after_the_other
-from reshard.formats.zarr import NAME as ZARR
+from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits import safetensors
 from reshard.readers.checkpoint2 import COMMON
 from reshard.readers.checkpoint2.metadata import METADATA
@@ -380,7 +380,7 @@ def _json(content: object) -> str:
 def common_of(source: Checkpoint) -> str | None:
     """Return the contents of `common.json` of a source or a zarr store, or None."""
     if source.format == ZARR:
-        from reshard.readers.zarr import store_notes  # not on every start
+        from reshard.formats.zarr.reader import store_notes  # not on every start
 
         common = (store_notes(as_place(source.root)) or {}).get("common")
         with suppress(ValueError):  # any program may have written it

@@ -27,8 +27,8 @@ from reshard.formats.sets import (
     set_indexes,
     set_word,
 )
-from reshard.formats.zarr import NAME as ZARR
-from reshard.formats.zarr import OrbaxTree, ZarrGroup
+from reshard.formats.zarr.layout import NAME as ZARR
+from reshard.formats.zarr.layout import OrbaxTree, ZarrGroup
 from reshard.readers.checkpoint2 import NAME as CHECKPOINT2_NAME
 from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.targets.checkpoint2 import Checkpoint2
@@ -88,7 +88,7 @@ _DESTINATIONS: dict[type, str] = {
     DeepSpeedUniversal: "reshard.targets.deepspeed:UniversalTarget",
     LinkedDCP: "reshard.targets.dcp.relinked:Relinked",
     OrbaxTree: "reshard.formats.orbax.writer:OrbaxItem",
-    ZarrGroup: "reshard.targets.zarr:ZarrStore",
+    ZarrGroup: "reshard.formats.zarr.writer:ZarrStore",
 }
 
 _IN_PLAN_FILES: dict[str, tuple[type[Any], Any]] = {

@@ -24,10 +24,10 @@ from reshard.core.model.entries import Content
 from reshard.core.plan import budget
 from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
-from reshard.formats import zarr as format_zarr
+from reshard.formats.zarr import layout as format_zarr
 from reshard.formats.zarr.array import clipped
+from reshard.formats.zarr.writer import source_record
 from reshard.kits.files import by_name
-from reshard.targets.zarr import source_record
 
 if TYPE_CHECKING:
     from faulty import Faults

@@ -18,7 +18,7 @@ from refusals import failed, refused
 import reshard
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError
-from reshard.readers.zarr import store_notes
+from reshard.formats.zarr.reader import store_notes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from written_dcp import read
 import reshard
 from reshard import DCP, Selection, Strategy, read_object
 from reshard.errors import SourceError, UsageError
-from reshard.formats.zarr import OrbaxTree
+from reshard.formats.zarr.layout import OrbaxTree
 from reshard.readers.dcp.objects import contents
 from reshard.targets.dcp import carried as module
 

@@ -27,7 +27,7 @@ from reshard.dtypes import STR
 from reshard.errors import EncryptedError, SourceError, UsageError, names
 from reshard.formats.rank_dirs import EXTENSIONS, RANK_PATTERN, leftovers
 from reshard.formats.sets import set_indexes
-from reshard.formats.zarr import NAME as ZARR
+from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits.files import index_file
 from reshard.readers.open import read_headers
 

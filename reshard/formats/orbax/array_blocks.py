@@ -17,10 +17,10 @@ from reshard.core.model.entries import Extent
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
 from reshard.formats.orbax.item_values import LONGEST_WHOLE, STRIDE, EncodedValues
-from reshard.formats.zarr import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.chunks import slab_bytes
 from reshard.formats.zarr.files import own_notes, parse_metadata
+from reshard.formats.zarr.layout import ABSENT, METADATA, counts, grid, part, parts
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.formats.zarr.v2 import parse_v2
 from reshard.kits.chunks.streaming import piece_bytes, stream_bytes

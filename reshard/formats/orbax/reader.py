@@ -26,11 +26,11 @@ from reshard.formats.orbax.item_values import ItemValues
 from reshard.formats.orbax.sharding import SHARDING, arrangement, read_shardings
 from reshard.formats.orbax.steps import MANIFEST, METADATA, items_of, unfinished_reason
 from reshard.formats.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
-from reshard.formats.zarr import METADATA as METADATA_V3
 from reshard.formats.zarr.files import strings
+from reshard.formats.zarr.layout import METADATA as METADATA_V3
+from reshard.formats.zarr.reader import store_notes
 from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.kits.chunks.decoding import Decoding
-from reshard.readers.zarr import store_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

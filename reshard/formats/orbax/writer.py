@@ -15,14 +15,14 @@ from reshard.core.target import TargetFile, literal
 from reshard.dtypes import INT4
 from reshard.errors import UsageError
 from reshard.formats.orbax.steps import COMMITTED, METADATA, STEP_METADATA
-from reshard.formats.zarr import escaped
-from reshard.targets.zarr import ZarrStore
+from reshard.formats.zarr.layout import escaped
+from reshard.formats.zarr.writer import ZarrStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.core.target import Assigned, TargetTensor
-    from reshard.formats.zarr import Array
+    from reshard.formats.zarr.layout import Array
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _SEQUENCE, _DICT = 1, 2  # types of keys

@@ -19,8 +19,8 @@ from reshard.core.storage.base import truncated
 from reshard.core.storage.crc import crc32c
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError, names
-from reshard.formats.zarr import ABSENT, METADATA, NATIVE, counts
 from reshard.formats.zarr.files import refuse_unknown
+from reshard.formats.zarr.layout import ABSENT, METADATA, NATIVE, counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.formats.zarr import METADATA, Array, array_json
+from reshard.formats.zarr.layout import METADATA, Array, array_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -17,8 +17,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import TargetError
-from reshard.formats.zarr import ABSENT, METADATA, shard_index
 from reshard.formats.zarr.files import ARRAY_V2
+from reshard.formats.zarr.layout import ABSENT, METADATA, shard_index
 from reshard.kits.chunks.decoding import IMPORTED_BYTES, zstd_content
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from reshard.core.storage.local import local_store
 from reshard.core.storage.places import Place, as_place, workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError, names
-from reshard.formats.zarr import ATTRIBUTES, METADATA
+from reshard.formats.zarr.layout import ATTRIBUTES, METADATA
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping

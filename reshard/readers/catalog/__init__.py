@@ -25,8 +25,8 @@ from reshard.formats.directories import STEP_NAME, is_iteration
 from reshard.formats.orbax.steps import UNFINISHED
 from reshard.formats.rank_dirs import RANK_DIRECTORY
 from reshard.formats.sets import DCP_INDEX
-from reshard.formats.zarr import METADATA
 from reshard.formats.zarr.files import is_store, parse_metadata
+from reshard.formats.zarr.layout import METADATA
 from reshard.readers.catalog.doubts import described_findings, store_findings
 from reshard.readers.catalog.findings import Candidate, Findings
 from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked

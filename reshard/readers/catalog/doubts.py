@@ -16,6 +16,7 @@ from reshard.formats.directories import CHECKPOINT2, DCP_FILES
 from reshard.formats.orbax.steps import unfinished_reason
 from reshard.formats.sets import DCP_INDEX
 from reshard.formats.zarr.files import is_of_store
+from reshard.formats.zarr.reader import open_store, store_notes
 from reshard.kits.torch.pickles import MOST_BYTES
 from reshard.readers.catalog.findings import Findings, by_opening
 from reshard.readers.catalog.ranked import with_sidecars
@@ -23,7 +24,6 @@ from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.readers.dcp import MTIME_TOLERANCE_NS, rank_of
 from reshard.readers.dcp.metadata import BACKEND, COMMON, DCPMetadata, metadata_files
 from reshard.readers.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL
-from reshard.readers.zarr import open_store, store_notes
 
 if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint

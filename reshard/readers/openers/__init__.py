@@ -127,7 +127,7 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
     """
     listing = root.names() if listing is None else listing
     if is_store(listing) and iteration is None:
-        from reshard.readers.zarr import open_store  # not on every start
+        from reshard.formats.zarr.reader import open_store  # not on every start
 
         return Opener(root, applied(open_store, root), ZARR_LABEL, is_deep=True)
     run = run_at(root, listing)

@@ -27,13 +27,13 @@ from reshard.core.storage.base import truncated
 from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
-from reshard.formats import zarr
-from reshard.formats.zarr import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
+from reshard.formats.zarr import layout as zarr
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.carried import CHUNK, KINDS, parse
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.chunks import Encoded, slab_bytes
 from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes, read_metadata, strings
+from reshard.formats.zarr.layout import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
 from reshard.formats.zarr.v2 import parse_json, parse_v2
 from reshard.kits.chunks.decoding import Decoding, Fill
 from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.records.provenance import ComputationRecord, FileRecord, SourceRecord
 from reshard.core.target import Destination, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import UsageError
-from reshard.formats.zarr import METADATA, NAME, array_json, escaped, group_metadata
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
+from reshard.formats.zarr.carried_over import Carried
+from reshard.formats.zarr.layout import METADATA, NAME, array_json, escaped, group_metadata
 from reshard.targets.checkpoint2 import common_of
-from reshard.targets.zarr.carried import Carried
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from reshard.core.storage.base import TargetCoding
     from reshard.core.target import Assigned, TargetInputs, TargetTensor
     from reshard.dtypes import DType
-    from reshard.formats.zarr import Array
     from reshard.formats.zarr.chunks import Encoding
+    from reshard.formats.zarr.layout import Array
 
 
 FILE_BYTES = 1000
