@@ -227,7 +227,7 @@ _FORMATS = (
     ),
     _Distributed(
         applied(saved_parts, MEGATRON_RANKS),
-        "reshard.readers.torch_save.megatron_ranks",
+        "reshard.formats.megatron.reader",
         "open_megatron",
         "Megatron",
         is_deep=True,
@@ -235,7 +235,7 @@ _FORMATS = (
     ),
     _Distributed(
         release_below,
-        "reshard.readers.torch_save.megatron_ranks",
+        "reshard.formats.megatron.reader",
         "open_release",
         "Megatron",
         is_deep=True,

@@ -28,6 +28,7 @@ from reshard.core.storage.small import is_text
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import MEGATRON_RANKS, RELEASE
+from reshard.formats.megatron.model import OF_MODEL, Model, Rank, RankModel, expert_parts
 from reshard.kits.megatron.arguments import Arguments, shape_of
 from reshard.kits.megatron.pickled import stated_in
 from reshard.kits.parts.cuts import Cuts
@@ -36,7 +37,6 @@ from reshard.kits.torch.dtensors import Tensors
 from reshard.kits.torch.file import TorchFile
 from reshard.kits.torch.pickles import Pairs
 from reshard.readers.runs import iteration_of
-from reshard.readers.torch_save.megatron_model import OF_MODEL, Model, Rank, RankModel, expert_parts
 from reshard.readers.torch_save.saves import TensorFinder, kind_of, read_state_dict
 
 if TYPE_CHECKING:
