@@ -85,7 +85,7 @@ OF_FORMATS: dict[str | None, type[ZarrGroup | DCP | DeepSpeedUniversal]] = {
 _DESTINATIONS: dict[type, str] = {
     Checkpoint2: "reshard.targets.checkpoint2:Checkpoint2Target",
     DCP: "reshard.targets.dcp:DCPTarget",
-    DeepSpeedUniversal: "reshard.targets.deepspeed:UniversalTarget",
+    DeepSpeedUniversal: "reshard.formats.deepspeed.writer:UniversalTarget",
     LinkedDCP: "reshard.targets.dcp.relinked:Relinked",
     OrbaxTree: "reshard.formats.orbax.writer:OrbaxItem",
     ZarrGroup: "reshard.formats.zarr.writer:ZarrStore",

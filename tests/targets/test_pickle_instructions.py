@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from reshard.errors import SourceError
-from reshard.kits.torch.pickles import unpickled
-from reshard.kits.torch.tensors import PickleBytes
-from reshard.targets.deepspeed import instructions
-from reshard.targets.deepspeed.instructions import (
+from reshard.formats.deepspeed.writer import instructions
+from reshard.formats.deepspeed.writer.instructions import (
     GraphNode,
     dict_of,
     list_of,
@@ -28,6 +26,8 @@ from reshard.targets.deepspeed.instructions import (
     value_of,
     written,
 )
+from reshard.kits.torch.pickles import unpickled
+from reshard.kits.torch.tensors import PickleBytes
 
 if TYPE_CHECKING:
     from pathlib import Path

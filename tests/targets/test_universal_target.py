@@ -21,7 +21,7 @@ from stubbed import Stub, loaded, same
 
 import reshard
 from reshard.errors import SourceError, TargetError, UsageError
-from reshard.targets.deepspeed import saved_values
+from reshard.formats.deepspeed.writer import saved_values
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -305,14 +305,14 @@ def _compare_objects(result: Matched, source: Checkpoint, target: Checkpoint, na
 def _are_of_deepspeed(source: Checkpoint, target: Checkpoint) -> bool:
     if not source.extras.described_by or source.extras.described_by != target.extras.described_by:
         return False
-    from reshard.readers.deepspeed.zero_checkpoint import DESCRIBED_BY  # lazy import: rarely needed
+    from reshard.formats.deepspeed.zero_checkpoint import DESCRIBED_BY  # lazy import: rarely needed
 
     return source.extras.described_by == DESCRIBED_BY
 
 
 def _compare_values(result: Matched, source: Checkpoint, target: Checkpoint, names: Mapping[str, str]) -> None:
     """Compare values of model states of DeepSpeed that are not tensors."""
-    from reshard.targets.deepspeed import values_of  # lazy import: rarely needed
+    from reshard.formats.deepspeed.writer import values_of  # lazy import: rarely needed
 
     values, others = (values_of(side.opened, names) for side in (source, target))
     for name, value in values.items():

@@ -205,11 +205,11 @@ _FORMATS = (
     _Distributed(applied(_shown, DCP), "reshard.readers.dcp", "open_dcp", DCP_LABEL),
     _Distributed(applied(_shown, SAVES), "reshard.readers.torch_save.saves", "open_saves", TORCH_SAVE_LABEL),
     _Distributed(
-        _shown_universal, "reshard.readers.deepspeed.universal", "open_universal", UNIVERSAL_LABEL, is_deep=True
+        _shown_universal, "reshard.formats.deepspeed.universal", "open_universal", UNIVERSAL_LABEL, is_deep=True
     ),
     _Distributed(
         applied(_shown, DEEPSPEED),
-        "reshard.readers.deepspeed.zero_checkpoint",
+        "reshard.formats.deepspeed.zero_checkpoint",
         "open_zero",
         "DeepSpeed",
         takes_rules=True,

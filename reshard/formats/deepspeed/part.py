@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
+from reshard.formats.deepspeed.buffers import MASTERS, RankBuffers, cut_by_itself, states_by_name
+from reshard.formats.deepspeed.pickled import table
 from reshard.kits.torch.file import FileTensor
 from reshard.kits.torch.tensors import rebuilt
-from reshard.readers.deepspeed.buffers import MASTERS, RankBuffers, cut_by_itself, states_by_name
-from reshard.readers.deepspeed.pickled import table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from reshard.core.model.entries import Entry
     from reshard.core.storage.base import ReadStore, Want
     from reshard.dtypes import DType
+    from reshard.formats.deepspeed.flat import Flat
+    from reshard.formats.deepspeed.model import ModelStates
     from reshard.kits.torch.file import Storage, TorchFile
     from reshard.kits.torch.tensors import Rebuilt
-    from reshard.readers.deepspeed.flat import Flat
-    from reshard.readers.deepspeed.model import ModelStates
 
 _COUNTS = (
     "files of an earlier run with more ranks stay in the directory; checkpoints that are cut within groups of ranks "

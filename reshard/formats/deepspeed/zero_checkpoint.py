@@ -14,13 +14,13 @@ from reshard.core.model.facts import Extras, Object, Opening
 from reshard.core.model.listed import nothing_readable
 from reshard.core.model.reshape import Shared
 from reshard.errors import SourceError, StrategyError
+from reshard.formats.deepspeed.buffers import RankBuffers
+from reshard.formats.deepspeed.listing import checkpoint_files, read_files
+from reshard.formats.deepspeed.model import ModelStates
+from reshard.formats.deepspeed.part import PartTensors, add_expert, add_rounded, add_states, add_weights
+from reshard.formats.deepspeed.tensor_parallel import TensorCuts
+from reshard.formats.deepspeed.weights import with_computed, with_masters_compared
 from reshard.kits.parts.joining import JoinedParts, join, with_replicas_compared
-from reshard.readers.deepspeed.buffers import RankBuffers
-from reshard.readers.deepspeed.listing import checkpoint_files, read_files
-from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.part import PartTensors, add_expert, add_rounded, add_states, add_weights
-from reshard.readers.deepspeed.tensor_parallel import TensorCuts
-from reshard.readers.deepspeed.weights import with_computed, with_masters_compared
 from reshard.readers.torch_save.saves import kind_of
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Tensor
     from reshard.core.storage.places import Place
+    from reshard.formats.deepspeed.flat import Flat
+    from reshard.formats.deepspeed.listing import PartFiles
     from reshard.kits.torch.file import FileTensor, TorchFile
-    from reshard.readers.deepspeed.flat import Flat
-    from reshard.readers.deepspeed.listing import PartFiles
 
 DESCRIBED_BY = "DeepSpeed"
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from reshard.core.layout.axes import row_major
 from reshard.core.layout.block import Block, is_possible, shape_text
 from reshard.errors import SourceError
+from reshard.formats.deepspeed.pickled import table, whole_number
 from reshard.kits.parts.cuts import CutPiece, TensorCut
 from reshard.kits.torch.pickles import Pairs, describe, numbers
-from reshard.readers.deepspeed.pickled import table, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,16 +12,16 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
+from reshard.formats.deepspeed.writer.instructions import GraphNode, dict_of, list_of, text, value_of, written
 from reshard.kits.torch.saved_tensors import rebuilding, saved_storages
-from reshard.targets.deepspeed.instructions import GraphNode, dict_of, list_of, text, value_of, written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
-    from reshard.targets.deepspeed.instructions import Value
-    from reshard.targets.deepspeed.saved_values import SavedValues
+    from reshard.formats.deepspeed.writer.instructions import Value
+    from reshard.formats.deepspeed.writer.saved_values import SavedValues
 
 _OF_TORCH, _GROUPS, _VERSION, _PARAMS = "optimizer_state_dict", "param_groups", "ds_version", "params"
 _BASE = "base_optimizer_state"

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.core.layout.block import shape_text
 from reshard.errors import SourceError
+from reshard.formats.deepspeed.buffers import MASTERS
+from reshard.formats.deepspeed.listing import checkpoint_files, read_files
+from reshard.formats.deepspeed.model import ModelStates
+from reshard.formats.deepspeed.part import STEP, PartTensors, add_rounded, add_weights, check_is_no_weight
+from reshard.formats.deepspeed.pickled import flat, numbered, optional_table, scalar, table
+from reshard.formats.deepspeed.tensor_parallel import Recorded
+from reshard.formats.deepspeed.zero_checkpoint import checkpoint_of
 from reshard.kits.torch.file import Storage
 from reshard.kits.torch.pickles import Pairs
 from reshard.kits.torch.tensors import Rebuilt, rebuilt
-from reshard.readers.deepspeed.buffers import MASTERS
-from reshard.readers.deepspeed.listing import checkpoint_files, read_files
-from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.part import STEP, PartTensors, add_rounded, add_weights, check_is_no_weight
-from reshard.readers.deepspeed.pickled import flat, numbered, optional_table, scalar, table
-from reshard.readers.deepspeed.tensor_parallel import Recorded
-from reshard.readers.deepspeed.zero_checkpoint import checkpoint_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

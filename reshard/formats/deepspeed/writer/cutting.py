@@ -12,15 +12,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
+from reshard.formats.deepspeed.pickled import optional_table
+from reshard.formats.deepspeed.tensor_parallel import PATTERNS, NamePatterns, Recorded
 from reshard.kits.parts.cuts import COLUMNS, COPY, GATE_AND_UP, ROWS, WHOLE
-from reshard.readers.deepspeed.pickled import optional_table
-from reshard.readers.deepspeed.tensor_parallel import PATTERNS, NamePatterns, Recorded
 from reshard.strategy.names import matches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from reshard.readers.deepspeed.model import ModelStates
+    from reshard.formats.deepspeed.model import ModelStates
 
 Entries = tuple[tuple[str, int], ...]
 """Entries next to a tensor."""

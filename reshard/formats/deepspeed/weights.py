@@ -15,7 +15,7 @@ from reshard.expressions.arithmetic import rounded
 from reshard.expressions.cast import Cast, Number
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
-from reshard.readers.deepspeed.buffers import MASTERS
+from reshard.formats.deepspeed.buffers import MASTERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -17,12 +17,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
+from reshard.formats.deepspeed.flat import Flat
+from reshard.formats.deepspeed.pickled import flat, numbered, scalar, table, whole_number
 from reshard.kits.torch.dtensors import is_tensor
 from reshard.kits.torch.file import FileTensor
 from reshard.kits.torch.pickles import Pairs, describe, numbers
 from reshard.kits.torch.tensors import Rebuilt
-from reshard.readers.deepspeed.flat import Flat
-from reshard.readers.deepspeed.pickled import flat, numbered, scalar, table, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -23,19 +23,19 @@ from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import as_place
 from reshard.core.target import Destination, TargetBlocks, TargetFile, literal
 from reshard.errors import Option, Text, UsageError, names
+from reshard.formats.deepspeed.model import ModelStates
+from reshard.formats.deepspeed.part import STEP
+from reshard.formats.deepspeed.universal import DIRECTORY, OPTIMIZER
+from reshard.formats.deepspeed.writer.cutting import Cutting
+from reshard.formats.deepspeed.writer.instructions import written
+from reshard.formats.deepspeed.writer.model_states import CarriedModelStates
+from reshard.formats.deepspeed.writer.optimizer import CarriedOptimizer, StepTensor
+from reshard.formats.deepspeed.writer.saved_values import SavedValues
+from reshard.formats.deepspeed.writer.states import number_of, parameter_states
+from reshard.formats.deepspeed.zero_checkpoint import DESCRIBED_BY
 from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
 from reshard.formats.sets import UNIVERSAL_NAME
 from reshard.kits.torch.saved_tensors import saved_object, saved_tensor, torch_dtype
-from reshard.readers.deepspeed.model import ModelStates
-from reshard.readers.deepspeed.part import STEP
-from reshard.readers.deepspeed.universal import DIRECTORY, OPTIMIZER
-from reshard.readers.deepspeed.zero_checkpoint import DESCRIBED_BY
-from reshard.targets.deepspeed.cutting import Cutting
-from reshard.targets.deepspeed.instructions import written
-from reshard.targets.deepspeed.model_states import CarriedModelStates
-from reshard.targets.deepspeed.optimizer import CarriedOptimizer, StepTensor
-from reshard.targets.deepspeed.saved_values import SavedValues
-from reshard.targets.deepspeed.states import number_of, parameter_states
 
 if TYPE_CHECKING:
     import re

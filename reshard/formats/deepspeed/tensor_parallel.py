@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import LONGEST_NAME
 from reshard.errors import Option, SourceError, Text
+from reshard.formats.deepspeed.affine import VERSION, affine_cut
+from reshard.formats.deepspeed.pickled import optional_table, table, whole_number
 from reshard.kits.parts.cuts import COLUMNS, GATE_AND_UP, ROWS, WHOLE, Cuts, cut_by
 from reshard.kits.torch.pickles import Pairs, describe
-from reshard.readers.deepspeed.affine import VERSION, affine_cut
-from reshard.readers.deepspeed.pickled import optional_table, table, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.formats.deepspeed.model import ModelStates
     from reshard.kits.parts.cuts import TensorCut
-    from reshard.readers.deepspeed.model import ModelStates
 
 PATTERNS = "universal_checkpoint_info"
 """The patterns of names in the model states."""

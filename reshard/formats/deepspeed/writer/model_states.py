@@ -16,19 +16,19 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
+from reshard.formats.deepspeed.pickled import optional_table, table
+from reshard.formats.deepspeed.writer.instructions import GraphNode, text, text_of, value_of, written
 from reshard.kits.torch.dtensors import is_tensor
 from reshard.kits.torch.pickling import Items
 from reshard.kits.torch.saved_tensors import Saved, rebuilding, saved_storages
-from reshard.readers.deepspeed.pickled import optional_table, table
-from reshard.targets.deepspeed.instructions import GraphNode, text, text_of, value_of, written
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
-    from reshard.targets.deepspeed.instructions import Value
-    from reshard.targets.deepspeed.saved_values import SavedValues
+    from reshard.formats.deepspeed.writer.instructions import Value
+    from reshard.formats.deepspeed.writer.saved_values import SavedValues
 
 _MODULE, _FROZEN = "module", "frozen_param_fragments"
 _ROUND_ROBIN = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.errors import Option, Text, UsageError, names
 from reshard.expressions.cast import Number
 from reshard.expressions.computed import block_at
-from reshard.readers.deepspeed.buffers import MASTERS
+from reshard.formats.deepspeed.buffers import MASTERS
 from reshard.strategy.names import optimizer_states
 
 if TYPE_CHECKING:
