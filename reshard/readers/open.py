@@ -228,7 +228,7 @@ def _one_rank(files: Sequence[SourceFile], cipher: Cipher | None, warnings: list
 
 def _saved_shapes(path: Place) -> dict[str, Shape]:
     """Return the shapes of the tensors in a file of `torch.save`."""
-    from reshard.readers.torch_save.saves import open_save  # not on every start
+    from reshard.formats.torch_save.saves import open_save  # not on every start
 
     return {name: tensor.spec.shape for name, tensor in open_save(path, contents=False).tensors.items()}
 

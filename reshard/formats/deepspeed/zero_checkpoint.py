@@ -20,8 +20,8 @@ from reshard.formats.deepspeed.model import ModelStates
 from reshard.formats.deepspeed.part import PartTensors, add_expert, add_rounded, add_states, add_weights
 from reshard.formats.deepspeed.tensor_parallel import TensorCuts
 from reshard.formats.deepspeed.weights import with_computed, with_masters_compared
+from reshard.formats.torch_save.saves import kind_of
 from reshard.kits.parts.joining import JoinedParts, join, with_replicas_compared
-from reshard.readers.torch_save.saves import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

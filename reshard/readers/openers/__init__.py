@@ -26,8 +26,8 @@ from reshard.formats.directories import (
 from reshard.formats.orbax.steps import shown_orbax
 from reshard.formats.rank_dirs import RANK_PATTERN
 from reshard.formats.sets import set_indexes
+from reshard.formats.torch_save.single import is_single_save, lone_save
 from reshard.formats.zarr.files import is_store
-from reshard.readers.openers.single import is_single_save, lone_save
 from reshard.readers.runs import checkpoint_of, iteration_of, newer, run_at
 
 if TYPE_CHECKING:
@@ -137,9 +137,9 @@ def self_described(root: Place, iteration: int | None = None, listing: Sequence[
     if not listing and is_single_save(root):
         refuse_one_of_several(root)
         if CONSOLIDATED.files.fullmatch(root.name):
-            from reshard.readers.torch_save.consolidated import open_only as opens_file  # not on every start
+            from reshard.formats.torch_save.consolidated import open_only as opens_file  # not on every start
         else:
-            from reshard.readers.torch_save.saves import open_save as opens_file
+            from reshard.formats.torch_save.saves import open_save as opens_file
         opens = applied(opens_file, root)
         return Opener(root, opens, TORCH_SAVE_LABEL, file=root)
     opener = described(root, listing) or _of_lone_save(root, listing)
@@ -158,7 +158,7 @@ def _of_lone_save(directory: Place, listing: Sequence[str]) -> Opener | None:
     if name is None:
         return None
     refuse_one_of_several(directory / name)
-    from reshard.readers.torch_save.saves import open_only  # not on every start
+    from reshard.formats.torch_save.saves import open_only  # not on every start
 
     return Opener(directory, applied(open_only, directory, name), TORCH_SAVE_LABEL, file=directory / name)
 
@@ -203,7 +203,7 @@ class _Distributed(NamedTuple):
 _FORMATS = (
     _Distributed(applied(_shown, CHECKPOINT2), "reshard.readers.checkpoint2", "open_checkpoint2", CHECKPOINT2_LABEL),
     _Distributed(applied(_shown, DCP), "reshard.readers.dcp", "open_dcp", DCP_LABEL),
-    _Distributed(applied(_shown, SAVES), "reshard.readers.torch_save.saves", "open_saves", TORCH_SAVE_LABEL),
+    _Distributed(applied(_shown, SAVES), "reshard.formats.torch_save.saves", "open_saves", TORCH_SAVE_LABEL),
     _Distributed(
         _shown_universal, "reshard.formats.deepspeed.universal", "open_universal", UNIVERSAL_LABEL, is_deep=True
     ),
@@ -217,10 +217,10 @@ _FORMATS = (
     _Distributed(_shown_blocks, "reshard.readers.huggingface", "open_blocks", "DCP in safetensors"),
     _Distributed(shown_orbax, "reshard.formats.orbax.reader", "open_orbax", ORBAX_LABEL, is_deep=True),
     _Distributed(parts_below, "reshard.readers.dcp", "open_dcp", DCP_LABEL, is_deep=True),
-    _Distributed(applied(saved_parts, SAVED_SET), "reshard.readers.torch_save.bin_sets", "open_set", TORCH_SAVE_LABEL),
+    _Distributed(applied(saved_parts, SAVED_SET), "reshard.formats.torch_save.bin_sets", "open_set", TORCH_SAVE_LABEL),
     _Distributed(
         applied(saved_parts, CONSOLIDATED),
-        "reshard.readers.torch_save.consolidated",
+        "reshard.formats.torch_save.consolidated",
         "open_consolidated",
         TORCH_SAVE_LABEL,
         takes_rules=True,

@@ -19,9 +19,9 @@ from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, SourceError
 from reshard.formats.directories import CONSOLIDATED
+from reshard.formats.torch_save.saves import File, read_files
 from reshard.kits.parts.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
 from reshard.kits.parts.joining import check_shapes, join, opened
-from reshard.readers.torch_save.saves import File, read_files
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.storage.places import Place
+    from reshard.formats.torch_save.saves import Contents
     from reshard.kits.torch.file import FileTensor
-    from reshard.readers.torch_save.saves import Contents
 
 _EMBEDDING, _NORM = "tok_embeddings.weight", "norm.weight"
 _PARAMS = "params.json"

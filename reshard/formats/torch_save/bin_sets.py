@@ -16,7 +16,7 @@ from reshard.core.storage.base import COPY_AGAIN
 from reshard.errors import SourceError, names
 from reshard.formats.directories import SAVED_SET
 from reshard.formats.sets import SAVED_INDEX, check_members, read_index
-from reshard.readers.torch_save.saves import File, joined, read_files
+from reshard.formats.torch_save.saves import File, joined, read_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
