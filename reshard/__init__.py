@@ -21,7 +21,7 @@ _HOMES = {
     "Checkpoint": "api.checkpoints",
     "CheckpointDiff": "compute.differences",
     "CheckpointStats": "compute.stats",
-    "Checkpoint2": "targets.checkpoint2",
+    "Checkpoint2": "formats.checkpoint2.writer",
     "Cipher": "core.storage.cipher",
     "convert": "api.conversions",
     "DCP": "formats.sets",
@@ -45,7 +45,7 @@ _HOMES = {
     "Plan": "api.plans",
     "PlanError": "errors",
     "Progress": "core.run.settings",
-    "read_layouts": "targets.arrangements",
+    "read_layouts": "formats.checkpoint2.arrangements",
     "read_manifest": "core.verify.manifest",
     "read_object": "api.checkpoints",
     "read_plan": "api.plans",
@@ -170,6 +170,8 @@ if TYPE_CHECKING:
         UsageError,
         VerifyError,
     )
+    from reshard.formats.checkpoint2.arrangements import read_layouts
+    from reshard.formats.checkpoint2.writer import Checkpoint2
     from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
     from reshard.formats.zarr.layout import ZarrGroup
     from reshard.messages import ReshardWarning
@@ -177,8 +179,6 @@ if TYPE_CHECKING:
     from reshard.rules.rules import Rules
     from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
-    from reshard.targets.arrangements import read_layouts
-    from reshard.targets.checkpoint2 import Checkpoint2
     from reshard.view.computed.runs_view import runs
 
 

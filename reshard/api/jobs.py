@@ -24,6 +24,7 @@ from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.make import plan_convert
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
+from reshard.formats.checkpoint2.arrangements import read_layouts
 from reshard.formats.sets import DCP_NAME, LinkedDCP
 from reshard.kits.files import check_file_name
 from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
@@ -31,7 +32,6 @@ from reshard.readers.open import open as open_checkpoint
 from reshard.readers.openers import self_described
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
-from reshard.targets.arrangements import read_layouts
 from reshard.targets.kinds import (
     CUT,
     RANKS,

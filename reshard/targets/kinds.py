@@ -11,6 +11,9 @@ from reshard.core.records.schema import Count, InnerPath
 from reshard.core.records.schema import read as read_record
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, Text, UsageError, joined
+from reshard.formats.checkpoint2.metadata import METADATA
+from reshard.formats.checkpoint2.reader import NAME as CHECKPOINT2_NAME
+from reshard.formats.checkpoint2.writer import Checkpoint2
 from reshard.formats.sets import CHECKPOINT2_NAME as CHECKPOINT2
 from reshard.formats.sets import (
     DCP,
@@ -29,9 +32,6 @@ from reshard.formats.sets import (
 )
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.formats.zarr.layout import OrbaxTree, ZarrGroup
-from reshard.readers.checkpoint2 import NAME as CHECKPOINT2_NAME
-from reshard.readers.checkpoint2.metadata import METADATA
-from reshard.targets.checkpoint2 import Checkpoint2
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -83,7 +83,7 @@ OF_FORMATS: dict[str | None, type[ZarrGroup | DCP | DeepSpeedUniversal]] = {
 """Formats of whole directories, with their file layouts."""
 
 _DESTINATIONS: dict[type, str] = {
-    Checkpoint2: "reshard.targets.checkpoint2:Checkpoint2Target",
+    Checkpoint2: "reshard.formats.checkpoint2.writer:Checkpoint2Target",
     DCP: "reshard.targets.dcp:DCPTarget",
     DeepSpeedUniversal: "reshard.formats.deepspeed.writer:UniversalTarget",
     LinkedDCP: "reshard.targets.dcp.relinked:Relinked",

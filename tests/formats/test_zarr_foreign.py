@@ -16,7 +16,7 @@ from zarr_stores import OPTIONS, assert_same, tasks
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError
-from reshard.formats.zarr.layout import array as zarr_array
+from reshard.formats.zarr import array as zarr_array
 
 if TYPE_CHECKING:
     from pathlib import Path

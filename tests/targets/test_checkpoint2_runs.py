@@ -20,7 +20,7 @@ from written_checkpoint2 import CUT, EVERYTHING, FULL, STRATEGIES, TRACKER, meta
 import reshard
 from reshard import Checkpoint2, Layout, Strategy
 from reshard.errors import TargetError
-from reshard.targets.checkpoint2 import Checkpoint2Target
+from reshard.formats.checkpoint2.writer import Checkpoint2Target
 
 if TYPE_CHECKING:
     from faulty import Faults

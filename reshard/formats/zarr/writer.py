@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.records.provenance import ComputationRecord, FileRecord, SourceRecord
 from reshard.core.target import Destination, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import UsageError
+from reshard.formats.checkpoint2.writer import common_of
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.carried_over import Carried
 from reshard.formats.zarr.layout import METADATA, NAME, array_json, escaped, group_metadata
-from reshard.targets.checkpoint2 import common_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -201,7 +201,9 @@ class _Distributed(NamedTuple):
 
 
 _FORMATS = (
-    _Distributed(applied(_shown, CHECKPOINT2), "reshard.readers.checkpoint2", "open_checkpoint2", CHECKPOINT2_LABEL),
+    _Distributed(
+        applied(_shown, CHECKPOINT2), "reshard.formats.checkpoint2.reader", "open_checkpoint2", CHECKPOINT2_LABEL
+    ),
     _Distributed(applied(_shown, DCP), "reshard.readers.dcp", "open_dcp", DCP_LABEL),
     _Distributed(applied(_shown, SAVES), "reshard.formats.torch_save.saves", "open_saves", TORCH_SAVE_LABEL),
     _Distributed(

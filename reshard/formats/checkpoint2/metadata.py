@@ -15,7 +15,7 @@ from reshard.core.layout.layout import Layout
 from reshard.core.layout.mesh import Mesh
 from reshard.dtypes import BY_NAME
 from reshard.errors import LayoutError, SourceError, names
-from reshard.readers.checkpoint2.members import members
+from reshard.formats.checkpoint2.members import members
 
 if TYPE_CHECKING:
     from reshard.core.layout.block import Shape

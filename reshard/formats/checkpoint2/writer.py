@@ -30,12 +30,12 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import parse_json, read_small
 from reshard.core.target import TargetFile, literal
 from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, names
+from reshard.formats.checkpoint2.metadata import METADATA
+from reshard.formats.checkpoint2.reader import COMMON
 from reshard.formats.directories import CHECKPOINT2, ORBAX, TRACKER
 from reshard.formats.sets import MAX_SHARD_BYTES, MOST_STEPS, check_size, check_step, one_after_the_other
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits import safetensors
-from reshard.readers.checkpoint2 import COMMON
-from reshard.readers.checkpoint2.metadata import METADATA
 from reshard.readers.runs import iteration_of
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
 from reshard.targets.rank_files import Ranks, copied_whole

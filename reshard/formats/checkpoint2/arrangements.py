@@ -13,7 +13,7 @@ from reshard.core.layout.mesh import Mesh
 from reshard.core.records.schema import Count  # noqa: TC001 -- `schema.read` evaluates annotations
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError
-from reshard.readers.checkpoint2.metadata import METADATA, Metadata
+from reshard.formats.checkpoint2.metadata import METADATA, Metadata
 from reshard.readers.runs import iteration_at
 from reshard.strategy.strategy import MOST_RANKS
 

@@ -30,8 +30,8 @@ from reshard.core.model.probe import compare_contents
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, SourceError, names
+from reshard.formats.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
 from reshard.formats.directories import CHECKPOINT2
-from reshard.readers.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -1,0 +1,1 @@
+"""Checkpoint 2.0 of MindSpore Transformers."""
