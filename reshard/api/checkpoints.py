@@ -456,6 +456,6 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
     >>> reshard.read_object(reshard.open("run"), "metadata.json")["sharded_backend"]
     'torch_dist'
     """
-    from reshard.readers.dcp.objects import read_object as read  # not on every start
+    from reshard.formats.dcp.objects import read_object as read  # not on every start
 
     return read(record_of(checkpoint, "checkpoint"), name)

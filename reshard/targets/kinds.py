@@ -84,9 +84,9 @@ OF_FORMATS: dict[str | None, type[ZarrGroup | DCP | DeepSpeedUniversal]] = {
 
 _DESTINATIONS: dict[type, str] = {
     Checkpoint2: "reshard.formats.checkpoint2.writer:Checkpoint2Target",
-    DCP: "reshard.targets.dcp:DCPTarget",
+    DCP: "reshard.formats.dcp.writer:DCPTarget",
     DeepSpeedUniversal: "reshard.formats.deepspeed.writer:UniversalTarget",
-    LinkedDCP: "reshard.targets.dcp.relinked:Relinked",
+    LinkedDCP: "reshard.formats.dcp.relinked:Relinked",
     OrbaxTree: "reshard.formats.orbax.writer:OrbaxItem",
     ZarrGroup: "reshard.formats.zarr.writer:ZarrStore",
 }

@@ -15,11 +15,11 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small
 from reshard.errors import SourceError, bytes_text, names
 from reshard.expressions.model_config import with_dtypes, without_quantization
+from reshard.formats.dcp.objects import contents
 from reshard.formats.directories import is_of_a_set
 from reshard.formats.sets import MODEL_CONFIG, HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.formats.zarr.layout import OrbaxTree, ZarrGroup
-from reshard.readers.dcp.objects import contents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,8 +20,8 @@ from reshard import read_object
 from reshard.core.model.checkpoint import TensorSpec
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
+from reshard.formats.dcp import objects as module
 from reshard.kits.torch.pickles import Name, PickledObject
-from reshard.readers.dcp import objects as module
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,8 +15,8 @@ from written_dcp import unpickled
 import reshard
 from reshard import LinkedDCP, Selection
 from reshard.dtypes import BY_NAME
+from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.kits.torch.saved_tensors import torch_dtype
-from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

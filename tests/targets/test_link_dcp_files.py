@@ -24,8 +24,8 @@ from reshard.core.storage import local
 from reshard.core.storage.local import LocalStore
 from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
+from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.kits.torch.saved_tensors import saved_tensor, torch_dtype
-from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,9 +20,9 @@ from written_dcp import read
 import reshard
 from reshard import DCP, Selection, Strategy, read_object
 from reshard.errors import SourceError, UsageError
+from reshard.formats.dcp import carried as module
+from reshard.formats.dcp.objects import contents
 from reshard.formats.zarr.layout import OrbaxTree
-from reshard.readers.dcp.objects import contents
-from reshard.targets.dcp import carried as module
 
 if TYPE_CHECKING:
     from collections.abc import Callable

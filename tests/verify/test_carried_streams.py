@@ -15,10 +15,10 @@ from numcodecs import zstd
 
 import reshard
 from reshard.core.storage.places import any_store
+from reshard.formats.dcp import zstd as module
+from reshard.formats.dcp.zstd import StreamArchives
 from reshard.kits.chunks import decoding
 from reshard.kits.torch.archive import Archives, ZipPart
-from reshard.readers.dcp import zstd as module
-from reshard.readers.dcp.zstd import StreamArchives
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -278,7 +278,7 @@ def _compare_objects(result: Matched, source: Checkpoint, target: Checkpoint, na
     if _are_of_deepspeed(source, target):
         _compare_values(result, source, target, names)
         return
-    from reshard.readers.dcp.objects import contents, problems  # lazy import: rarely needed
+    from reshard.formats.dcp.objects import contents, problems  # lazy import: rarely needed
 
     source_objects = {**source.extras.beside, **source.extras.objects}
     named = {**{name: name for name in source.extras.beside}, **names}

@@ -406,7 +406,7 @@ def _iteration(source: Checkpoint) -> int | None:
     has_metadata = source.extras.described_by and source.format != ZARR
     if has_metadata and (number := iteration_of(as_place(source.root), numbered=source.format == ORBAX)) is not None:
         return number
-    from reshard.readers.dcp.objects import iteration  # not on every start
+    from reshard.formats.dcp.objects import iteration  # not on every start
 
     common = common_of(source)
     step = _parse_common(common).get("global_step") if common else iteration(source)

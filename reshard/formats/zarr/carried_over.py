@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.formats.dcp.carried import old_names, read_carried
+from reshard.formats.dcp.nesting import followed
 from reshard.formats.zarr.carried import CarriedBytes
-from reshard.targets.dcp.carried import old_names, read_carried
-from reshard.targets.dcp.nesting import followed
 from reshard.targets.sidecars import Sidecars, shard_size
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ from reshard.core.model.entries import RangeReader
 from reshard.core.records.made import made_of
 from reshard.errors import SourceError
 from reshard.formats.checkpoint2.metadata import METADATA
+from reshard.formats.dcp.metadata import BACKEND, COMMON, DCPMetadata, metadata_files
+from reshard.formats.dcp.reader import MTIME_TOLERANCE_NS, rank_of
 from reshard.formats.directories import CHECKPOINT2, DCP_FILES
 from reshard.formats.orbax.steps import unfinished_reason
 from reshard.formats.sets import DCP_INDEX
@@ -21,8 +23,6 @@ from reshard.formats.zarr.reader import open_store, store_notes
 from reshard.kits.torch.pickles import MOST_BYTES
 from reshard.readers.catalog.findings import Findings, by_opening
 from reshard.readers.catalog.ranked import with_sidecars
-from reshard.readers.dcp import MTIME_TOLERANCE_NS, rank_of
-from reshard.readers.dcp.metadata import BACKEND, COMMON, DCPMetadata, metadata_files
 from reshard.readers.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL
 
 if TYPE_CHECKING:

@@ -204,7 +204,7 @@ _FORMATS = (
     _Distributed(
         applied(_shown, CHECKPOINT2), "reshard.formats.checkpoint2.reader", "open_checkpoint2", CHECKPOINT2_LABEL
     ),
-    _Distributed(applied(_shown, DCP), "reshard.readers.dcp", "open_dcp", DCP_LABEL),
+    _Distributed(applied(_shown, DCP), "reshard.formats.dcp.reader", "open_dcp", DCP_LABEL),
     _Distributed(applied(_shown, SAVES), "reshard.formats.torch_save.saves", "open_saves", TORCH_SAVE_LABEL),
     _Distributed(
         _shown_universal, "reshard.formats.deepspeed.universal", "open_universal", UNIVERSAL_LABEL, is_deep=True
@@ -216,9 +216,9 @@ _FORMATS = (
         "DeepSpeed",
         takes_rules=True,
     ),
-    _Distributed(_shown_blocks, "reshard.readers.huggingface", "open_blocks", "DCP in safetensors"),
+    _Distributed(_shown_blocks, "reshard.formats.dcp.hf_blocks", "open_blocks", "DCP in safetensors"),
     _Distributed(shown_orbax, "reshard.formats.orbax.reader", "open_orbax", ORBAX_LABEL, is_deep=True),
-    _Distributed(parts_below, "reshard.readers.dcp", "open_dcp", DCP_LABEL, is_deep=True),
+    _Distributed(parts_below, "reshard.formats.dcp.reader", "open_dcp", DCP_LABEL, is_deep=True),
     _Distributed(applied(saved_parts, SAVED_SET), "reshard.formats.torch_save.bin_sets", "open_set", TORCH_SAVE_LABEL),
     _Distributed(
         applied(saved_parts, CONSOLIDATED),

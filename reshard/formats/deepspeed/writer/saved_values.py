@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.core.model.entries import RangeReader
 from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.errors import Option, SourceError, Text, bytes_text
+from reshard.formats.dcp.objects import LARGEST
 from reshard.formats.deepspeed.listing import EXPECTED
 from reshard.formats.deepspeed.writer.instructions import GraphNode, Instruction, parsed, references, text_of, tuple_of
 from reshard.kits.torch.archive import carries_sums
 from reshard.kits.torch.file import PICKLE, TorchFile
-from reshard.readers.dcp.objects import LARGEST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

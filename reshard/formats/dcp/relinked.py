@@ -26,17 +26,17 @@ from reshard.core.storage.places import as_place, can
 from reshard.core.target import Destination, TargetFile, literal
 from reshard.dtypes import BY_NAME
 from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
+from reshard.formats.dcp.carried import old_names, read_carried
+from reshard.formats.dcp.metadata import WHOLE_SHAPE, DCPMetadata
+from reshard.formats.dcp.nesting import check_nesting, followed, without_gaps
+from reshard.formats.dcp.objects import problems
+from reshard.formats.dcp.reader import rank_of
+from reshard.formats.dcp.writer import DCPTarget
+from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.formats.directories import DCP, DCP_FILES, parts_below
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS, DCP_NAME
 from reshard.kits.torch.saved_tensors import torch_dtype
-from reshard.readers.dcp import rank_of
-from reshard.readers.dcp.metadata import WHOLE_SHAPE, DCPMetadata
-from reshard.readers.dcp.objects import problems
 from reshard.strategy.names import matches, omitted, optimizer_states
-from reshard.targets.dcp import DCPTarget
-from reshard.targets.dcp.carried import old_names, read_carried
-from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
-from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Request
     from reshard.core.storage.places import Place
     from reshard.core.target import TargetInputs
-    from reshard.readers.dcp.metadata import DeclaredTensor, Item, KeyPath
+    from reshard.formats.dcp.metadata import DeclaredTensor, Item, KeyPath
 
 _ITEM_BYTES = 2000  # resident memory of an item: metadata read twice, and written
 _ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard.errors import Faults
-    from reshard.readers.dcp.metadata import KeyPath
+    from reshard.formats.dcp.metadata import KeyPath
 
 _INDEX = re.compile(r"\d{1,9}", re.ASCII)
 

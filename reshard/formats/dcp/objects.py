@@ -19,11 +19,11 @@ from reshard.core.model.checkpoint import TensorSpec
 from reshard.core.storage.places import any_store, in_batches
 from reshard.core.storage.small import parse_json
 from reshard.errors import SourceError, bytes_text
+from reshard.formats.dcp.metadata import BACKEND, COMMON
 from reshard.kits.megatron.pickled import known
 from reshard.kits.torch.archive import Damaged, checked_records
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.kits.torch.tensors import PickleBytes, rebuilt
-from reshard.readers.dcp.metadata import BACKEND, COMMON
 from reshard.spelling import missing_name
 
 if TYPE_CHECKING:

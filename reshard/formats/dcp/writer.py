@@ -23,12 +23,12 @@ from reshard.core.layout.replicas import by_size
 from reshard.core.model.entries import Content, Crc, FileLayout
 from reshard.core.target import Destination, TargetBlocks, TargetFile, literal
 from reshard.errors import UsageError
+from reshard.formats.dcp.carried import Carried
+from reshard.formats.dcp.megatron_core import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
+from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.formats.directories import TRACKER
 from reshard.formats.sets import DCP_INDEX, DCP_NAME
 from reshard.kits.torch.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
-from reshard.targets.dcp.carried import Carried
-from reshard.targets.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
-from reshard.targets.dcp.metadata import ItemPart, ListedTensor, metadata
 from reshard.targets.rank_files import fitted
 
 if TYPE_CHECKING:

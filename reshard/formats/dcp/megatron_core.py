@@ -19,8 +19,8 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.errors import Option, Text
+from reshard.formats.dcp.metadata import BACKEND, COMMON
 from reshard.kits.torch.saved_tensors import saved_object
-from reshard.readers.dcp.metadata import BACKEND, COMMON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

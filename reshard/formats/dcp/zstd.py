@@ -22,9 +22,9 @@ from reshard.core.storage.base import Around
 from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import bytes_text
+from reshard.formats.dcp.items import KnownHeads, Span, item, read_heads
 from reshard.kits.chunks.decoding import TooLongError, zstd_begun, zstd_content
 from reshard.kits.torch.archive import Archives, ZipPart, directory
-from reshard.readers.dcp.items import KnownHeads, Span, item, read_heads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -40,14 +40,14 @@ from reshard.core.storage.places import any_store, workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
+from reshard.formats.dcp.hf_blocks import without_notes
+from reshard.formats.dcp.items import Span, read_items
+from reshard.formats.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
 from reshard.formats.directories import DCP_FILES
 from reshard.formats.sets import DCP_INDEX, DCP_ITEMS
 from reshard.kits import safetensors
 from reshard.kits.torch.archive import Archives, ZipPart
 from reshard.kits.torch.pickles import describe
-from reshard.readers.dcp.items import Span, read_items
-from reshard.readers.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
-from reshard.readers.huggingface import without_notes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from reshard.core.model.entries import Entry, Sums
     from reshard.core.storage.base import Status
     from reshard.core.storage.places import Place
+    from reshard.formats.dcp.metadata import DeclaredTensor, Item
+    from reshard.formats.dcp.zstd import Streams
     from reshard.kits.chunks.decoding import Decoding
-    from reshard.readers.dcp.metadata import DeclaredTensor, Item
-    from reshard.readers.dcp.zstd import Streams
 
 _MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
 MTIME_TOLERANCE_NS = 2_000_000_000
@@ -123,7 +123,7 @@ def _arguments(megatron_files: Mapping[str, Object], objects: Mapping[str, Objec
     """Return what Megatron-LM states of the training; {} if another program saved the tensors."""
     if not megatron_files:
         return {}
-    from reshard.readers.dcp.objects import arguments_in  # not on every start
+    from reshard.formats.dcp.objects import arguments_in  # not on every start
 
     return arguments_in(megatron_files, objects)
 
@@ -255,7 +255,7 @@ class _DCPFiles:
         streams = [part for part, encoding in parts.items() if encoding == STREAM]
         if not streams:
             return plain
-        from reshard.readers.dcp.zstd import StreamArchives  # not on every start
+        from reshard.formats.dcp.zstd import StreamArchives  # not on every start
 
         metadata = self._metadata
         most = ((part, metadata.nbytes(part.name) if part.name in metadata.tensors else None) for part in streams)
@@ -263,7 +263,7 @@ class _DCPFiles:
 
     def _read_streams(self, path: str, items: Sequence[tuple[str, Item]]) -> list[Entry | str]:
         """Read the heads of the items of a file of zstd streams, and record how to decode them."""
-        from reshard.readers.dcp.zstd import read_streams  # not on every start
+        from reshard.formats.dcp.zstd import read_streams  # not on every start
 
         sized = [((item.begin, item.nbytes), self._metadata.nbytes(name)) for name, item in items]
         self.streams[path], entries = read_streams(path, sized)

@@ -12,9 +12,9 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.errors import Option, SourceError, Text, bytes_text, names
-from reshard.readers.dcp.metadata import BACKEND
-from reshard.readers.dcp.objects import LARGEST, check_sums, contents, iteration, problems
-from reshard.targets.dcp.nesting import check_nesting, followed, without_gaps
+from reshard.formats.dcp.metadata import BACKEND
+from reshard.formats.dcp.nesting import check_nesting, followed, without_gaps
+from reshard.formats.dcp.objects import LARGEST, check_sums, contents, iteration, problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.facts import Object
     from reshard.errors import Faults
-    from reshard.readers.dcp.metadata import KeyPath
+    from reshard.formats.dcp.metadata import KeyPath
 
 _WITH_PARAMETER_NAMES = re.compile(r"(?:.*\.)?param_groups(?:\.\d+\.params)?", re.DOTALL)
 

@@ -1,0 +1,1 @@
+"""Distributed checkpoints (DCP) of PyTorch, Megatron-Core and hyper-parallel."""
