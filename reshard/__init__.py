@@ -24,20 +24,20 @@ _HOMES = {
     "Checkpoint2": "formats.checkpoint2.writer",
     "Cipher": "core.storage.cipher",
     "convert": "api.conversions",
-    "DCP": "formats.sets",
+    "DCP": "formats.sets.names",
     "demo": "api.demos",
     "diff": "api.comparing",
     "EncryptedError": "errors",
     "GoneError": "errors",
-    "HuggingFaceSet": "formats.sets",
+    "HuggingFaceSet": "formats.sets.names",
     "Layout": "core.layout.layout",
     "LayoutError": "errors",
-    "LinkedDCP": "formats.sets",
+    "LinkedDCP": "formats.sets.names",
     "LoRA": "rules.lora",
     "make_manifest": "core.verify.manifest_files",
     "Manifest": "core.verify.manifest",
     "merge_strategies": "strategy.files",
-    "MindSporeSet": "formats.sets",
+    "MindSporeSet": "formats.sets.names",
     "MissingNameError": "errors",
     "NoBucketError": "errors",
     "open": "api.checkpoints",
@@ -172,7 +172,7 @@ if TYPE_CHECKING:
     )
     from reshard.formats.checkpoint2.arrangements import read_layouts
     from reshard.formats.checkpoint2.writer import Checkpoint2
-    from reshard.formats.sets import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
+    from reshard.formats.sets.names import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
     from reshard.formats.zarr.layout import ZarrGroup
     from reshard.messages import ReshardWarning
     from reshard.rules.lora import LoRA

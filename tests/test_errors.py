@@ -17,8 +17,8 @@ from reshard import errors
 from reshard.cli.main import cli
 from reshard.cli.terminal import OPTIONS, say
 from reshard.errors import PYTHON, Faults, Option, ReshardError, SourceError, Text, Words, joined, spelled
+from reshard.formats.kinds import TAKEN_BY
 from reshard.mindspore.arguments import WORDS
-from reshard.targets.kinds import TAKEN_BY
 
 
 def test_every_kind_has_its_exit_code() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import UsageError
-from reshard.formats.rank_dirs import RANK_PATTERN
+from reshard.formats.ranks.directories import RANK_PATTERN
 from reshard.view.notebook.opened import OpenedArrays
 
 if TYPE_CHECKING:

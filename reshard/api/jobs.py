@@ -25,14 +25,7 @@ from reshard.core.plan.make import plan_convert
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
 from reshard.formats.checkpoint2.arrangements import read_layouts
-from reshard.formats.sets import DCP_NAME, LinkedDCP
-from reshard.kits.files import check_file_name
-from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
-from reshard.readers.open import open as open_checkpoint
-from reshard.readers.openers import self_described
-from reshard.strategy.files import read_strategy
-from reshard.strategy.strategy import Strategy
-from reshard.targets.kinds import (
+from reshard.formats.kinds import (
     CUT,
     RANKS,
     TAKEN_BY,
@@ -46,6 +39,13 @@ from reshard.targets.kinds import (
     source_word,
     word_of,
 )
+from reshard.formats.sets.names import DCP_NAME, LinkedDCP
+from reshard.kits.files import check_file_name
+from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
+from reshard.readers.open import open as open_checkpoint
+from reshard.readers.openers import self_described
+from reshard.strategy.files import read_strategy
+from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from reshard.api.asked import OpenOptions, TargetOptions
     from reshard.core.plan.plan import Plan
     from reshard.core.storage.places import AnyName, Place
-    from reshard.targets.kinds import AnyFiles
+    from reshard.formats.kinds import AnyFiles
 
 Verb = Literal["convert", "transform", "unify"]
 """The command, which sets the default format: the source's; rank files; a MindSpore set."""
@@ -175,7 +175,7 @@ def noting_swap(
 
 def _fitting(path: AnyName, opening: OpenOptions) -> str:
     """Return the path of a strategy next to a checkpoint that fits it, or ""."""
-    from reshard.readers.beside import fitting_strategies  # on errors only
+    from reshard.formats.ranks.beside import fitting_strategies  # on errors only
 
     with suppress(ReshardError, OSError):
         ranks = read_headers(path, **opening.of_files).ranks

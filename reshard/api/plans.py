@@ -20,10 +20,10 @@ from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.s3.options import use_options
 from reshard.errors import UsageError, names
+from reshard.formats.kinds import RANKS, TAKEN_BY, check_options, source_word, word_of
 from reshard.messages import warn
 from reshard.sizes import size_of
 from reshard.strategy.names import ranges_text
-from reshard.targets.kinds import RANKS, TAKEN_BY, check_options, source_word, word_of
 
 if TYPE_CHECKING:
     import os
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from reshard.core.run.settings import Progress, Report
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName
+    from reshard.formats.kinds import AnyFiles
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.strategy.strategy import Strategy
-    from reshard.targets.kinds import AnyFiles
     from reshard.view.ranks import RankArrays
     from reshard.view.svg import Picture
 

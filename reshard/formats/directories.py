@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.model.entries import RangeReader
 from reshard.errors import SourceError, names
-from reshard.formats.sets import (
+from reshard.formats.sets.names import (
     DCP_INDEX,
     HYPER_FILES,
     MODEL_CONFIG,

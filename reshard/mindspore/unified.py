@@ -27,7 +27,7 @@ from reshard.core.plan.make import plan
 from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
-from reshard.formats.sets import MindSporeSet, read_index, share_of
+from reshard.formats.sets.names import MindSporeSet, read_index, share_of
 from reshard.mindspore.arguments import (
     carry_out,
     check_all_stages,

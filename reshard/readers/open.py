@@ -26,12 +26,9 @@ from reshard.formats.directories import (
     refuse_directory,
     refuse_one_of_several,
 )
-from reshard.formats.rank_dirs import RANK_DIRECTORY, RANK_PATTERN, Step, leftovers, rank_files
-from reshard.formats.sets import HYPER_FILES, check_members, read_index, set_indexes
-from reshard.formats.zarr.files import is_of_store
-from reshard.readers.openers import options_refused, refuse_options_of_ranks, self_described
-from reshard.readers.openers.one_of_ranks import one_of_ranks, refuse_one_of_ranks, refuse_parts_of_ranks
-from reshard.readers.ranks import (
+from reshard.formats.ranks.directories import RANK_DIRECTORY, RANK_PATTERN, Step, leftovers, rank_files
+from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks, refuse_parts_of_ranks
+from reshard.formats.ranks.reader import (
     IndexedFiles,
     changed_text,
     check_files,
@@ -43,6 +40,9 @@ from reshard.readers.ranks import (
     rules_over_parts,
     with_rules,
 )
+from reshard.formats.sets.names import HYPER_FILES, check_members, read_index, set_indexes
+from reshard.formats.zarr.files import is_of_store
+from reshard.readers.openers import options_refused, refuse_options_of_ranks, self_described
 from reshard.readers.runs import iteration_at
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ranks_text
@@ -141,7 +141,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     full_strategy = strategy
     strategy, part = one_stage(root, strategy, stage, files, ranks, warnings)
     if strategy is None and len(set(ranks)) > 1:
-        from reshard.readers.beside import unknown_layout  # on this error only
+        from reshard.formats.ranks.beside import unknown_layout  # on this error only
 
         again = applied(open, path, rank_pattern=rank_pattern, suffix=suffix, partial=partial, cipher=cipher)
         raise unknown_layout(root, ranks, change, lambda candidate: again(strategy=candidate))

@@ -15,7 +15,7 @@ from reshard.core.layout.block import Block
 from reshard.core.plan.changes import changes_of, described, left_out_text
 from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
-from reshard.formats.sets import DCP_NAME, UNIVERSAL_NAME
+from reshard.formats.sets.names import DCP_NAME, UNIVERSAL_NAME
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.formats.zarr.layout import OrbaxTree
 from reshard.strategy.names import group_names, ranges_text
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from reshard.core.model.facts import SampleStats
     from reshard.core.plan.plan import Plan
     from reshard.core.run.settings import Report
-    from reshard.formats.rank_dirs import Step
+    from reshard.formats.ranks.directories import Step
 
 _MOST_NAMES = 10
 _MOST_FILES = 8

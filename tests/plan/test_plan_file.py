@@ -28,7 +28,7 @@ from reshard.core.plan.plan import plan_digest
 from reshard.core.plan.planfile import read, save
 from reshard.core.storage.local import local_store
 from reshard.errors import PlanError, ReshardError, SourceError, TargetError, UsageError
-from reshard.formats.sets import HuggingFaceSet
+from reshard.formats.sets.names import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable

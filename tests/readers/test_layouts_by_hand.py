@@ -16,7 +16,7 @@ from remotes import put
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError, StrategyError
-from reshard.readers import beside
+from reshard.formats.ranks import beside
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.core.model import probe
 from reshard.errors import SourceError, StrategyError, UsageError
-from reshard.formats.rank_dirs import Step
+from reshard.formats.ranks.directories import Step
 from reshard.view.tables import checkpoint_data
 
 if TYPE_CHECKING:

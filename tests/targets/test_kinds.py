@@ -10,9 +10,9 @@ from refusals import refused
 from reshard.core.model.entries import NamedFile
 from reshard.errors import UsageError
 from reshard.formats.checkpoint2.writer import Checkpoint2
-from reshard.formats.sets import DCP, TO, DeepSpeedUniversal, HuggingFaceSet, MindSporeSet
+from reshard.formats.kinds import CUT, TAKEN_BY, check_options, file_format, files_of, named_word, word_of
+from reshard.formats.sets.names import DCP, TO, DeepSpeedUniversal, HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr.layout import OrbaxTree, ZarrGroup
-from reshard.targets.kinds import CUT, TAKEN_BY, check_options, file_format, files_of, named_word, word_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,8 @@ from refusals import refused
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import TargetError
-from reshard.formats.sets import HuggingFaceSet
-from reshard.targets import sidecars
+from reshard.formats.sets import sidecars
+from reshard.formats.sets.names import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -238,9 +238,9 @@ def strategy_from_checkpoint(
     parallel is in nested layouts, which MindSpore 2.10 does not read from JSON. Of what reshard wrote it is the
     strategy in the ledger there.
     """
+    from reshard.formats.ranks.reader import changed_text
     from reshard.readers.open import files_read, ledger_layout
     from reshard.readers.openers import self_described
-    from reshard.readers.ranks import changed_text
 
     refuse_existing(output, overwrite=overwrite)
     if checkpoint.is_dir() and self_described(checkpoint, iteration) is None:

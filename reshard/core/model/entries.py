@@ -364,7 +364,7 @@ class ShardFiles:
 
 
 class TargetFiles(Protocol):
-    """A policy for the files of ranks; directory formats have others (`targets.kinds`)."""
+    """A policy for the files of ranks; directory formats have others (`formats.kinds`)."""
 
     def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Assign the tensors to files."""

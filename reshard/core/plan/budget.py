@@ -19,7 +19,7 @@ from reshard.core.storage.urls.pool import pool, shared_bytes
 from reshard.core.storage.urls.remote import fetched_bytes
 from reshard.errors import BudgetError, Option, Text, bytes_text
 from reshard.formats.directories import ORBAX
-from reshard.formats.sets import DCP_ITEMS
+from reshard.formats.sets.names import DCP_ITEMS
 from reshard.formats.zarr.layout import NAME as ZARR
 
 if TYPE_CHECKING:

@@ -24,8 +24,11 @@ from reshard.core.storage.places import as_place
 from reshard.core.target import TargetInputs, TargetTensor
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text, names
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
-from reshard.formats.rank_dirs import RANK_PATTERN
-from reshard.formats.sets import read_index
+from reshard.formats.kinds import OF_FORMATS, destination_of
+from reshard.formats.ranks.directories import RANK_PATTERN
+from reshard.formats.ranks.same_files import SameFiles
+from reshard.formats.sets.names import read_index
+from reshard.formats.sets.sidecars import sidecar_names
 from reshard.formats.zarr.files import is_store
 from reshard.kits.files import by_name, formats
 from reshard.readers.open import open as open_checkpoint
@@ -33,9 +36,6 @@ from reshard.readers.open import read_headers
 from reshard.readers.openers import self_described
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
-from reshard.targets.kinds import OF_FORMATS, destination_of
-from reshard.targets.same_files import SameFiles
-from reshard.targets.sidecars import sidecar_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName, Place
     from reshard.core.target import Destination, TargetFile
+    from reshard.formats.kinds import AnyFiles
     from reshard.rules.rules import Rules
-    from reshard.targets.kinds import AnyFiles
 
 
 def plan(

@@ -185,7 +185,7 @@ class Request:
 
     target: Strategy | Arrangement | None
     format: str
-    files: Any  # of `targets.kinds`
+    files: Any  # of `formats.kinds`
     ranks: tuple[int, ...] | None
     selection: Selection
     remove_redundancy: bool

@@ -40,11 +40,11 @@ from reshard.core.storage.small import read_small, refuse_existing, refuse_input
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.checkpoint2.arrangements import ArrangementRecord
 from reshard.formats.directories import is_iteration
+from reshard.formats.kinds import FilesRecord
 from reshard.formats.zarr.layout import METADATA
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.readers.open import files_of_sources
 from reshard.readers.reopen import recomputed, reopen
-from reshard.targets.kinds import FilesRecord
 
 if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint

@@ -16,7 +16,7 @@ from reshard.core.model.holdings import MissingBlocks, is_deduplicated
 from reshard.core.plan.select import all_states, has_no_place, select
 from reshard.core.verify.difference import Difference
 from reshard.errors import Option, SourceError, Text
-from reshard.formats.sets import DCP_ITEMS
+from reshard.formats.sets.names import DCP_ITEMS
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits.safetensors import NAME as SAFETENSORS
 from reshard.strategy.names import matches

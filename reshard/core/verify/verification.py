@@ -11,7 +11,7 @@ from reshard.upward import upward
 if TYPE_CHECKING:
     from reshard.core.plan.changes import Change
     from reshard.core.verify.difference import Difference
-    from reshard.formats.rank_dirs import Step
+    from reshard.formats.ranks.directories import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from reshard.core.verify.structure import check_structure
 from reshard.core.verify.sums import check_carried, progress_callback, thread_count
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
-from reshard.formats.rank_dirs import leftovers, rank_of
-from reshard.formats.sets import read_index
+from reshard.formats.ranks.directories import leftovers, rank_of
+from reshard.formats.sets.names import read_index
 from reshard.kits.safetensors_library import by_library, read_by_library, unread_by_library
 from reshard.readers.open import made_at
 

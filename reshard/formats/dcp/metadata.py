@@ -13,7 +13,7 @@ from reshard.core.storage.small import is_text
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, names
 from reshard.formats.directories import DCP, DCP_FILES, DCP_OF_RANK
-from reshard.formats.sets import DCP_INDEX
+from reshard.formats.sets.names import DCP_INDEX
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe, numbers, unpickled
 from reshard.strategy.names import ranks_text
 

@@ -44,7 +44,7 @@ from reshard.formats.dcp.hf_blocks import without_notes
 from reshard.formats.dcp.items import Span, read_items
 from reshard.formats.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
 from reshard.formats.directories import DCP_FILES
-from reshard.formats.sets import DCP_INDEX, DCP_ITEMS
+from reshard.formats.sets.names import DCP_INDEX, DCP_ITEMS
 from reshard.kits import safetensors
 from reshard.kits.torch.archive import Archives, ZipPart
 from reshard.kits.torch.pickles import describe

@@ -34,7 +34,7 @@ from reshard.formats.dcp.reader import rank_of
 from reshard.formats.dcp.writer import DCPTarget
 from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.formats.directories import DCP, DCP_FILES, parts_below
-from reshard.formats.sets import DCP_INDEX, DCP_ITEMS, DCP_NAME
+from reshard.formats.sets.names import DCP_INDEX, DCP_ITEMS, DCP_NAME
 from reshard.kits.torch.saved_tensors import torch_dtype
 from reshard.strategy.names import matches, omitted, optimizer_states
 

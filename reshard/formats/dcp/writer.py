@@ -27,9 +27,9 @@ from reshard.formats.dcp.carried import Carried
 from reshard.formats.dcp.megatron_core import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.formats.directories import TRACKER
-from reshard.formats.sets import DCP_INDEX, DCP_NAME
+from reshard.formats.ranks.writer import fitted
+from reshard.formats.sets.names import DCP_INDEX, DCP_NAME
 from reshard.kits.torch.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
-from reshard.targets.rank_files import fitted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

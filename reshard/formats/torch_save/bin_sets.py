@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.errors import SourceError, names
 from reshard.formats.directories import SAVED_SET
-from reshard.formats.sets import SAVED_INDEX, check_members, read_index
+from reshard.formats.sets.names import SAVED_INDEX, check_members, read_index
 from reshard.formats.torch_save.saves import File, joined, read_files
 
 if TYPE_CHECKING:

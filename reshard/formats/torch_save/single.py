@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import SourceError
 from reshard.formats.directories import SAVE_EXTENSIONS, TRAINER_FILES
-from reshard.formats.rank_dirs import EXTENSIONS, RANK_DIRECTORY
+from reshard.formats.ranks.directories import EXTENSIONS, RANK_DIRECTORY
 from reshard.kits.files import is_known, is_save
 
 if TYPE_CHECKING:

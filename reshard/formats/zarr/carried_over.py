@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from reshard.formats.dcp.carried import old_names, read_carried
 from reshard.formats.dcp.nesting import followed
+from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.formats.zarr.carried import CarriedBytes
-from reshard.targets.sidecars import Sidecars, shard_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,8 +23,8 @@ from reshard.core.storage.small import read_small
 from reshard.errors import SourceError
 from reshard.formats.directories import STEP_NAME, is_iteration
 from reshard.formats.orbax.steps import UNFINISHED
-from reshard.formats.rank_dirs import RANK_DIRECTORY
-from reshard.formats.sets import DCP_INDEX
+from reshard.formats.ranks.directories import RANK_DIRECTORY
+from reshard.formats.sets.names import DCP_INDEX
 from reshard.formats.zarr.files import is_store, parse_metadata
 from reshard.formats.zarr.layout import METADATA
 from reshard.readers.catalog.doubts import described_findings, store_findings

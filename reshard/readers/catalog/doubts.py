@@ -17,7 +17,7 @@ from reshard.formats.dcp.metadata import BACKEND, COMMON, DCPMetadata, metadata_
 from reshard.formats.dcp.reader import MTIME_TOLERANCE_NS, rank_of
 from reshard.formats.directories import CHECKPOINT2, DCP_FILES
 from reshard.formats.orbax.steps import unfinished_reason
-from reshard.formats.sets import DCP_INDEX
+from reshard.formats.sets.names import DCP_INDEX
 from reshard.formats.zarr.files import is_of_store
 from reshard.formats.zarr.reader import open_store, store_notes
 from reshard.kits.torch.pickles import MOST_BYTES

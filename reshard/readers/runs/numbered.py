@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import SourceError, names
 from reshard.formats.directories import DCP, DCP_OF_RANK, RUN_FORMATS, parts_below
 from reshard.formats.orbax.steps import UNFINISHED, shown_orbax, unfinished_reason
-from reshard.formats.sets import DCP_INDEX
+from reshard.formats.sets.names import DCP_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

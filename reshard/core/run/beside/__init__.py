@@ -32,8 +32,8 @@ from reshard.core.storage.small import is_within
 from reshard.core.storage.urls.clients import in_s3
 from reshard.errors import Option, SourceError, TargetError, Text, names
 from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is_iteration, is_of_a_set
-from reshard.formats.rank_dirs import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
-from reshard.formats.sets import DCP_INDEX, SET_INDEX, set_indexes
+from reshard.formats.ranks.directories import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
+from reshard.formats.sets.names import DCP_INDEX, SET_INDEX, set_indexes
 from reshard.formats.zarr.files import is_of_store
 from reshard.strategy.strategy import Strategy
 

@@ -34,7 +34,7 @@ from reshard.formats.deepspeed.writer.saved_values import SavedValues
 from reshard.formats.deepspeed.writer.states import number_of, parameter_states
 from reshard.formats.deepspeed.zero_checkpoint import DESCRIBED_BY
 from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
-from reshard.formats.sets import UNIVERSAL_NAME
+from reshard.formats.sets.names import UNIVERSAL_NAME
 from reshard.kits.torch.saved_tensors import saved_object, saved_tensor, torch_dtype
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import Option, ReshardError, SourceError, Text, names
 from reshard.formats.directories import SAVE_EXTENSIONS, STEP_NAME, TRAINER_FILES
-from reshard.formats.rank_dirs import EXTENSIONS, Step
+from reshard.formats.ranks.directories import EXTENSIONS, Step
 from reshard.kits.files import is_save
 from reshard.siblings import keeping_siblings, siblings_of
 

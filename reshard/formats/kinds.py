@@ -14,8 +14,8 @@ from reshard.errors import Option, Text, UsageError, joined
 from reshard.formats.checkpoint2.metadata import METADATA
 from reshard.formats.checkpoint2.reader import NAME as CHECKPOINT2_NAME
 from reshard.formats.checkpoint2.writer import Checkpoint2
-from reshard.formats.sets import CHECKPOINT2_NAME as CHECKPOINT2
-from reshard.formats.sets import (
+from reshard.formats.sets.names import CHECKPOINT2_NAME as CHECKPOINT2
+from reshard.formats.sets.names import (
     DCP,
     DCP_ITEMS,
     DCP_NAME,
@@ -143,7 +143,7 @@ class FilesRecord:
 def destination_of(files: AnyFiles) -> type[Destination]:
     """Return the destination class for a file layout; `Ranks` by default."""
     names = (_DESTINATIONS[base] for base in type(files).__mro__ if base in _DESTINATIONS)
-    module, _, name = next(names, "reshard.targets.rank_files:Ranks").partition(":")
+    module, _, name = next(names, "reshard.formats.ranks.writer:Ranks").partition(":")
     # Import the module only if needed.
     destination: type[Destination] = getattr(import_module(module), name)
     return destination

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, Text, names
-from reshard.readers.ranks import changed_text
+from reshard.formats.ranks.reader import changed_text
 from reshard.strategy.files import read_strategy, strategy_files
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from reshard.core.records.made import made_of
 from reshard.core.storage.places import AnyName, Place, as_place
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats.directories import is_later_part
-from reshard.formats.rank_dirs import RANK_PATTERN, rank_of
+from reshard.formats.ranks.directories import RANK_PATTERN, rank_of
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ALL_STAGES, check_layouts, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import SourceFile, Tensor
     from reshard.core.records.made import Made
     from reshard.core.storage.cipher import Cipher
-    from reshard.formats.rank_dirs import Step
+    from reshard.formats.ranks.directories import Step
 
 COPY = "copy"
 """The rule of a tensor whose value differs by rank, such as the state of a random number generator."""

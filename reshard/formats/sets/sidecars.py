@@ -17,7 +17,7 @@ from reshard.errors import SourceError, bytes_text, names
 from reshard.expressions.model_config import with_dtypes, without_quantization
 from reshard.formats.dcp.objects import contents
 from reshard.formats.directories import is_of_a_set
-from reshard.formats.sets import MODEL_CONFIG, HuggingFaceSet, MindSporeSet
+from reshard.formats.sets.names import MODEL_CONFIG, HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.formats.zarr.layout import OrbaxTree, ZarrGroup
 

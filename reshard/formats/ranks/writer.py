@@ -1,6 +1,6 @@
 """The files of the ranks of a strategy, or of one rank of whole tensors.
 
-They are in rank directories, have explicit names, or form a set (`formats.sets`).
+They are in rank directories, have explicit names, or form a set (`formats.sets.names`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from reshard.core.layout.replicas import stored_once
 from reshard.core.model.entries import Content, FileLayout, ShardFiles, SizedTensor
 from reshard.core.target import Destination, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import LayoutError, UsageError, names
-from reshard.formats.sets import MAX_SHARD_BYTES, HuggingFaceSet, MindSporeSet
+from reshard.formats.sets.names import MAX_SHARD_BYTES, HuggingFaceSet, MindSporeSet
+from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.kits.files import by_name
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.strategy import Strategy
-from reshard.targets.sidecars import Sidecars, shard_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

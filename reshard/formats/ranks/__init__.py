@@ -1,0 +1,1 @@
+"""Files of ranks, which do not describe their blocks, and single files."""

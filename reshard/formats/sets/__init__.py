@@ -1,0 +1,1 @@
+"""Unified sets: whole tensors in files of limited size, and an index of them."""
