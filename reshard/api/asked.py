@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class OpenOptions:
     """The values of the options of opening a checkpoint, as `reshard.open` describes them.
 
-    They are the keywords of `readers.open.open`: `open(path, **vars(options))`.
+    They are the keywords of `formats.open.open`: `open(path, **vars(options))`.
     """
 
     strategy: Strategy | AnyName | None = None

@@ -17,9 +17,9 @@ from reshard.core.plan.select import narrowed
 from reshard.core.storage.urls.s3.options import use_options
 from reshard.dtypes import name_of
 from reshard.errors import UsageError
+from reshard.formats.open import open as open_checkpoint
 from reshard.formats.ranks.directories import RANK_PATTERN
 from reshard.messages import warn
-from reshard.readers.open import open as open_checkpoint
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
 from reshard.sizes import size_of

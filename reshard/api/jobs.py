@@ -39,11 +39,11 @@ from reshard.formats.kinds import (
     source_word,
     word_of,
 )
+from reshard.formats.open import has_several_ranks, ledger_layout, read_headers
+from reshard.formats.open import open as open_checkpoint
+from reshard.formats.openers import self_described
 from reshard.formats.sets.names import DCP_NAME, LinkedDCP
 from reshard.kits.files import check_file_name
-from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
-from reshard.readers.open import open as open_checkpoint
-from reshard.readers.openers import self_described
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
 

@@ -26,10 +26,10 @@ from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
+from reshard.formats.open import open as open_checkpoint
+from reshard.formats.openers import options_refused
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.layout import ATTRIBUTES
-from reshard.readers.open import open as open_checkpoint
-from reshard.readers.openers import options_refused
 from reshard.sizes import size_of
 from reshard.view.arrays import low as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 
@@ -105,7 +105,7 @@ def open_group(group: zarr.Group, options: Mapping[str, Any]) -> Checkpoint:
 
     Args:
         group: the group.
-        options: as for `readers.open.open`.
+        options: as for `formats.open.open`.
 
     Raises:
         SourceError: as opening the path does; notes of this program are damaged.

@@ -33,7 +33,7 @@ from reshard.cli.terminal import (
 )
 from reshard.cli.values import READ_PLACE, TARGET
 from reshard.errors import UsageError
-from reshard.readers.open import open as open_checkpoint
+from reshard.formats.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -188,10 +188,10 @@ def inspect(
     Repeated layers share one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors,
     summed over the row. Without a strategy, files of ranks are shown as they are.
     """
+    from reshard.formats.catalog import iterations_at
+    from reshard.formats.open import has_several_ranks, ledger_layout, read_headers
     from reshard.formats.ranks.directories import rank_of
     from reshard.formats.ranks.reader import changed_text
-    from reshard.readers.catalog import iterations_at
-    from reshard.readers.open import has_several_ranks, ledger_layout, read_headers
     from reshard.view.computed.runs_view import Runs, runs_data, runs_text
     from reshard.view.cuts.characters import picture_text
     from reshard.view.tables import (

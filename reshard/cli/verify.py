@@ -320,7 +320,7 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
     from reshard.core.verify.manifest import write_manifest
     from reshard.core.verify.manifest_files import make_manifest
     from reshard.core.verify.sides import options_of
-    from reshard.readers.open import files_read, read_headers
+    from reshard.formats.open import files_read, read_headers
     from reshard.view.text import count_text
 
     refuse_existing(path, overwrite=checking.overwrite)  # before any file is read

@@ -28,7 +28,7 @@ from reshard.core.plan.make import plan as make_plan
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import is_within, refuse_existing
 from reshard.errors import TargetError, UsageError
-from reshard.readers.open import open as open_checkpoint
+from reshard.formats.open import open as open_checkpoint
 from reshard.view.progress import READING, phase
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def average(
     from reshard.api.jobs import job, noting_swap  # not on every start
     from reshard.core.plan.select import excluding
     from reshard.expressions.average import average as average_of
-    from reshard.readers.runs import newest_iterations
+    from reshard.formats.runs import newest_iterations
 
     _refuse_weighted(target)
     weights = _weights(sources, schedule)
@@ -303,7 +303,7 @@ def _strategies(pairs: Sequence[tuple[Place, OpenOptions]], openings: Openings) 
         return [*strategies]
     if not strategies:
         return [None] * len(pairs)
-    from reshard.readers.open import has_several_ranks
+    from reshard.formats.open import has_several_ranks
 
     needed = [has_several_ranks(path, opening.rank_pattern, opening.suffix) for path, opening in pairs]
     if not any(needed):

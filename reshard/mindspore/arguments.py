@@ -24,9 +24,9 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import refuse_inputs
 from reshard.core.storage.threads import processor_count
 from reshard.errors import PYTHON, Faults, SourceError, StrategyError, UsageError, Words, joined, names, spelled
+from reshard.formats.open import open as open_source
+from reshard.formats.open import read_headers
 from reshard.mindspore.strategy import any_layout, layout_of
-from reshard.readers.open import open as open_source
-from reshard.readers.open import read_headers
 from reshard.strategy.files import read_strategy, strategy_files
 from reshard.strategy.names import is_training_state, ranks_text
 from reshard.strategy.needed import lacking_ranks

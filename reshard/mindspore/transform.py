@@ -22,6 +22,7 @@ from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
 from reshard.core.storage.local import local_store
 from reshard.errors import Faults, SourceError, UsageError
+from reshard.formats.open import open as open_source
 from reshard.kits.files import index_file
 from reshard.mindspore.arguments import (
     FORMATS,
@@ -46,7 +47,6 @@ from reshard.mindspore.arguments import (
 )
 from reshard.mindspore.network import load_param_into_net
 from reshard.mindspore.save_load import cipher_of, name_filter, read_entries
-from reshard.readers.open import open as open_source
 from reshard.strategy.names import ranks_text
 from reshard.strategy.needed import lacking_ranks, needed_ranks
 

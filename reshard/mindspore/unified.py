@@ -27,6 +27,7 @@ from reshard.core.plan.make import plan
 from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
+from reshard.formats.open import open as open_source
 from reshard.formats.sets.names import MindSporeSet, read_index, share_of
 from reshard.mindspore.arguments import (
     carry_out,
@@ -52,7 +53,6 @@ from reshard.mindspore.arguments import (
 from reshard.mindspore.launch import get_rank
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor
-from reshard.readers.open import open as open_source
 from reshard.view.ranks import RankArrays
 
 if TYPE_CHECKING:

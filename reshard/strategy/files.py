@@ -9,7 +9,7 @@ Sources: MindSpore 2.10 `node_strategy.proto` (in `proto/strategy.proto`) and `p
 * The file of stage 0 does not say that there are other stages. The files of a pipeline's ranks are in one directory and
   have the rank as the last number of their names; the file of the highest rank shows that there are more stages.
 * A nested tensor map is one `tensor_map` message for each dimension in protobuf, the second one empty for a nested
-  1-D tensor; JSON has it expanded (see `layout.layout.foldings`).
+  1-D tensor; JSON has it expanded (see `core.layout.layout.foldings`).
 * Unknown protobuf fields and JSON keys are kept and written back. But an unknown JSON key that resembles a missing one
   is reported as a misspelling.
 """

@@ -4,7 +4,7 @@
    the edges of equal parts are at the same fractions of every shape.
 2. Every source block that overlaps the target rank's block is needed. The ranks that hold it are a *group*: one of
    them suffices.
-3. `layout.replicas.covering_ranks` chooses a rank of each group.
+3. `core.layout.replicas.covering_ranks` chooses a rank of each group.
 """
 
 from __future__ import annotations

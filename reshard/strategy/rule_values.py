@@ -29,8 +29,8 @@ AxisEntry = str | tuple[str, ...] | None
 Rule = Sequence[AxisEntry] | Mapping[str, Any] | None
 """An entry for each dimension, the rest not split; None: not in the strategy.
 
-Or PyTorch's placements, one for each axis of the mesh, such as `["shard(0)", "replicate"]` (`layout.placements`). For
-other axes of the same devices, as for experts: `{"mesh": {"dp": 2, "ep": 4}, "layout": ["ep"]}`.
+Or PyTorch's placements, one for each axis of the mesh, such as `["shard(0)", "replicate"]` (`core.layout.placements`).
+For other axes of the same devices, as for experts: `{"mesh": {"dp": 2, "ep": 4}, "layout": ["ep"]}`.
 """
 
 

@@ -20,7 +20,7 @@ from saves_files import tensor, write_rank, write_save
 
 import reshard
 from reshard import Layout, SourceError, Strategy
-from reshard.readers.catalog import doubts, newest_complete, stored_checkpoints
+from reshard.formats.catalog import doubts, newest_complete, stored_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from remotes import Requests
 
     from reshard.core.storage.places import Place
-    from reshard.readers.catalog import StoredCheckpoint
+    from reshard.formats.catalog import StoredCheckpoint
 
 CUT = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
 FULL = numbers({"w": (8, 6), "b": (5,)})
@@ -409,9 +409,9 @@ def test_the_newest_is_of_the_highest_step_or_of_another_directory_that_changed_
 def test_older_ones_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_steps(tmp_path, *range(1, 9))
     looked = []
-    examined = reshard.readers.catalog._examined
+    examined = reshard.formats.catalog._examined
     monkeypatch.setattr(
-        "reshard.readers.catalog._examined", lambda each, *more: (looked.append(each.step), examined(each, *more))[1]
+        "reshard.formats.catalog._examined", lambda each, *more: (looked.append(each.step), examined(each, *more))[1]
     )
     assert newest_complete(tmp_path)[0].step == "8"
     assert looked == ["8"]

@@ -28,8 +28,8 @@ from samples import sampled
 
 import reshard
 from reshard.errors import SourceError
-from reshard.readers.catalog import iterations_at
-from reshard.readers.open import open as open_record
+from reshard.formats.catalog import iterations_at
+from reshard.formats.open import open as open_record
 from reshard.view.words import blocks_of
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from refusals import one_line
 import reshard
 from reshard.core.plan import budget
 from reshard.core.storage.local import LocalStore
+from reshard.formats.open import open as open_record
 from reshard.formats.orbax import array_blocks, item_values
 from reshard.kits.chunks import streaming
 from reshard.kits.chunks.decoding import Decoding, Fill
-from reshard.readers.open import open as open_record
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,9 +20,9 @@ import reshard
 from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
+from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.kits.torch.saved_tensors import torch_dtype
-from reshard.readers import dcp
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,10 +14,10 @@ from refusals import refused
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import BudgetError, SourceError
+from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp import zstd
 from reshard.formats.dcp.metadata import DeclaredTensor
 from reshard.kits.chunks.decoding import IMPORTED_BYTES
-from reshard.readers import dcp
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from reshard import SourceError
 from reshard.cli.commands import TYPED, Command
 from reshard.core.records.logs import Record, known, unfinished
 from reshard.core.run.ledger import Ledger
-from reshard.readers.catalog import stored_checkpoints
+from reshard.formats.catalog import stored_checkpoints
 
 if TYPE_CHECKING:
     from pathlib import Path

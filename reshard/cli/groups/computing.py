@@ -30,7 +30,7 @@ from reshard.cli.terminal import (
 )
 from reshard.cli.values import READ_PLACE
 from reshard.errors import SourceError, VerifyError
-from reshard.readers.open import open as open_checkpoint
+from reshard.formats.open import open as open_checkpoint
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
 from reshard.cli.values import READ_PLACE
 from reshard.errors import VerifyError, names, printable
-from reshard.readers.open import open as open_checkpoint
+from reshard.formats.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

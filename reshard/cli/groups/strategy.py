@@ -24,7 +24,7 @@ from reshard.core.model.holdings import strategy_of
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_yaml, refuse_existing, refuse_inputs
 from reshard.errors import Faults, SourceError, UsageError, VerifyError, bytes_text, printable
-from reshard.readers.open import open as open_checkpoint
+from reshard.formats.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -191,7 +191,7 @@ def make_strategy(
     gives it a layout.
     """
     from reshard.core.model.holdings import strategy_by_rules
-    from reshard.readers.open import files_read
+    from reshard.formats.open import files_read
 
     refuse_existing(output, overwrite=overwrite)
     checkpoint = open_checkpoint(like, **vars(opening))
@@ -238,9 +238,9 @@ def strategy_from_checkpoint(
     parallel is in nested layouts, which MindSpore 2.10 does not read from JSON. Of what reshard wrote it is the
     strategy in the ledger there.
     """
+    from reshard.formats.open import files_read, ledger_layout
+    from reshard.formats.openers import self_described
     from reshard.formats.ranks.reader import changed_text
-    from reshard.readers.open import files_read, ledger_layout
-    from reshard.readers.openers import self_described
 
     refuse_existing(output, overwrite=overwrite)
     if checkpoint.is_dir() and self_described(checkpoint, iteration) is None:
@@ -372,7 +372,7 @@ def check_strategy(strategy_file: Path, checkpoint: Path, opening: OpenOptions) 
     With --source-strategy, or for a file of whole tensors, STRATEGY is that of a target to be made from CHECKPOINT;
     else it is CHECKPOINT's own.
     """
-    from reshard.readers.open import read_headers
+    from reshard.formats.open import read_headers
     from reshard.strategy.diff import check
     from reshard.view.text import count_text, looked_text
 

@@ -25,15 +25,15 @@ from reshard.core.target import TargetInputs, TargetTensor
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text, names
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
 from reshard.formats.kinds import OF_FORMATS, destination_of
+from reshard.formats.open import open as open_checkpoint
+from reshard.formats.open import read_headers
+from reshard.formats.openers import self_described
 from reshard.formats.ranks.directories import RANK_PATTERN
 from reshard.formats.ranks.same_files import SameFiles
 from reshard.formats.sets.names import read_index
 from reshard.formats.sets.sidecars import sidecar_names
 from reshard.formats.zarr.files import is_store
 from reshard.kits.files import by_name, formats
-from reshard.readers.open import open as open_checkpoint
-from reshard.readers.open import read_headers
-from reshard.readers.openers import self_described
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
 

@@ -41,10 +41,10 @@ from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError,
 from reshard.formats.checkpoint2.arrangements import ArrangementRecord
 from reshard.formats.directories import is_iteration
 from reshard.formats.kinds import FilesRecord
+from reshard.formats.open import files_of_sources
+from reshard.formats.reopen import recomputed, reopen
 from reshard.formats.zarr.layout import METADATA
 from reshard.formats.zarr.layout import NAME as ZARR
-from reshard.readers.open import files_of_sources
-from reshard.readers.reopen import recomputed, reopen
 
 if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint

@@ -2,7 +2,7 @@
 
 A ledger has the whole record, a plan file has it with further options, a zarr store has only `SourceRecord`. It is
 validated on reading: form by `schema.read`, values by `StrategyRecord.read` and `Selection`. Source files are only
-read. `readers.reopen` opens the source again.
+read. `formats.reopen` opens the source again.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class InputRecord:
 
 @dataclass(frozen=True, slots=True)
 class ComputationRecord:
-    """A `Computation`; `readers.reopen` checks the options.
+    """A `Computation`; `formats.reopen` checks the options.
 
     Attributes:
         kind, options: as in `Computation`.

@@ -4,7 +4,7 @@
 runs decide alike. A file is *ours* if its size and time are as an earlier run recorded them. Any other file is
 foreign, and is replaced only with `overwrite`.
 
-`run.beside` handles other files in the directory.
+`core.run.beside` handles other files in the directory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a plan on threads of this machine, or on a dask cluster.
 
 A target file gets its final name once all files of the run are complete; at URLs, once it is complete itself. A failed
-run leaves only files from which the next run can resume (`run.session`).
+run leaves only files from which the next run can resume (`core.run.session`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Manage the target files of a run: reuse earlier files, record progress, clean up.
 
-`run.preflight` decides what to do with each file, from the plan, the ledger and the files found; this module does it.
+`core.run.preflight` decides what to do with each file, from the plan, the ledger and the files found; this does it.
 Whether unfinished files are kept, and when files get their names, depends on the storage: at URLs a file has its name
-as soon as it is complete, and only S3 keeps what there is of an unfinished one (`run.uploads`).
+as soon as it is complete, and only S3 keeps what there is of an unfinished one (`core.run.uploads`).
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from reshard.core.verify.sums import progress_callback, sum_contents, thread_cou
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.dtypes import STR
 from reshard.errors import EncryptedError, SourceError, UsageError, names
+from reshard.formats.open import read_headers
 from reshard.formats.ranks.directories import EXTENSIONS, RANK_PATTERN, leftovers
 from reshard.formats.sets.names import set_indexes
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits.files import index_file
-from reshard.readers.open import read_headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

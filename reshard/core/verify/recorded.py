@@ -16,7 +16,7 @@ from reshard.core.storage.threads import map_ordered
 from reshard.core.verify.difference import Difference
 from reshard.core.verify.sums import sum_contents
 from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
-from reshard.readers.reopen import reopen
+from reshard.formats.reopen import reopen
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,11 +32,11 @@ from reshard.core.storage.places import as_place
 from reshard.core.verify.recorded import noted_source, selection_in
 from reshard.core.verify.structure import refuse_deduplicated
 from reshard.errors import Faults, GoneError, Option, ReshardError, SourceError, Text, UsageError, joined, names
-from reshard.readers.open import made_at, read_headers
-from reshard.readers.open import open as open_checkpoint
-from reshard.readers.openers import self_described
-from reshard.readers.reopen import reopen_target
-from reshard.readers.runs import iteration_at
+from reshard.formats.open import made_at, read_headers
+from reshard.formats.open import open as open_checkpoint
+from reshard.formats.openers import self_described
+from reshard.formats.reopen import reopen_target
+from reshard.formats.runs import iteration_at
 from reshard.strategy.names import matching, no_match
 
 if TYPE_CHECKING:

@@ -33,10 +33,10 @@ from reshard.core.verify.structure import check_structure
 from reshard.core.verify.sums import check_carried, progress_callback, thread_count
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
+from reshard.formats.open import made_at
 from reshard.formats.ranks.directories import leftovers, rank_of
 from reshard.formats.sets.names import read_index
 from reshard.kits.safetensors_library import by_library, read_by_library, unread_by_library
-from reshard.readers.open import made_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -239,7 +239,7 @@ def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | Non
     """Compare a target with the source in its ledger, or with the checksums in it."""
     from reshard.core.verify.recorded import keys_of, source_of  # lazy import: rarely needed
     from reshard.core.verify.sides import Sides, options_of
-    from reshard.readers.reopen import reopen_target
+    from reshard.formats.reopen import reopen_target
 
     key_given = required(source_cipher)
     cipher, source_cipher = keys_of(made, cipher, source_cipher)

@@ -14,7 +14,7 @@ from reshard.core.records.schema import Count  # noqa: TC001 -- `schema.read` ev
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError
 from reshard.formats.checkpoint2.metadata import METADATA, Metadata
-from reshard.readers.runs import iteration_at
+from reshard.formats.runs import iteration_at
 from reshard.strategy.strategy import MOST_RANKS
 
 if TYPE_CHECKING:

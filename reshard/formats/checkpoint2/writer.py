@@ -34,10 +34,10 @@ from reshard.formats.checkpoint2.metadata import METADATA
 from reshard.formats.checkpoint2.reader import COMMON
 from reshard.formats.directories import CHECKPOINT2, ORBAX, TRACKER
 from reshard.formats.ranks.writer import Ranks, copied_whole
+from reshard.formats.runs import iteration_of
 from reshard.formats.sets.names import MAX_SHARD_BYTES, MOST_STEPS, check_size, check_step, one_after_the_other
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits import safetensors
-from reshard.readers.runs import iteration_of
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.directories import MEGATRON_RANKS, RELEASE
 from reshard.formats.megatron.model import OF_MODEL, Model, Rank, RankModel, expert_parts
+from reshard.formats.runs import iteration_of
 from reshard.formats.torch_save.saves import TensorFinder, kind_of, read_state_dict
 from reshard.kits.megatron.arguments import Arguments, shape_of
 from reshard.kits.megatron.pickled import stated_in
@@ -37,7 +38,6 @@ from reshard.kits.parts.joining import JoinedParts, check_shapes, join, opened
 from reshard.kits.torch.dtensors import Tensors
 from reshard.kits.torch.file import TorchFile
 from reshard.kits.torch.pickles import Pairs
-from reshard.readers.runs import iteration_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.plan import Plan
-    from reshard.readers.catalog import StoredCheckpoint
+    from reshard.formats.catalog import StoredCheckpoint
 
 
 def checkpoint_frame(checkpoint: Checkpoint) -> Any:

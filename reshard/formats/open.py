@@ -26,6 +26,7 @@ from reshard.formats.directories import (
     refuse_directory,
     refuse_one_of_several,
 )
+from reshard.formats.openers import options_refused, refuse_options_of_ranks, self_described
 from reshard.formats.ranks.directories import RANK_DIRECTORY, RANK_PATTERN, Step, leftovers, rank_files
 from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks, refuse_parts_of_ranks
 from reshard.formats.ranks.reader import (
@@ -40,10 +41,9 @@ from reshard.formats.ranks.reader import (
     rules_over_parts,
     with_rules,
 )
+from reshard.formats.runs import iteration_at
 from reshard.formats.sets.names import HYPER_FILES, check_members, read_index, set_indexes
 from reshard.formats.zarr.files import is_of_store
-from reshard.readers.openers import options_refused, refuse_options_of_ranks, self_described
-from reshard.readers.runs import iteration_at
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from reshard.core.layout.block import Shape
     from reshard.core.records.made import Made
     from reshard.core.storage.cipher import Cipher
-    from reshard.readers.openers import Opener
+    from reshard.formats.openers import Opener
 
 
 _WHOLE = {"*": "whole"}

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 from reshard.core.model.entries import RangeReader
 from reshard.core.records.made import made_of
 from reshard.errors import SourceError
+from reshard.formats.catalog.findings import Findings, by_opening
+from reshard.formats.catalog.ranked import with_sidecars
 from reshard.formats.checkpoint2.metadata import METADATA
 from reshard.formats.dcp.metadata import BACKEND, COMMON, DCPMetadata, metadata_files
 from reshard.formats.dcp.reader import MTIME_TOLERANCE_NS, rank_of
 from reshard.formats.directories import CHECKPOINT2, DCP_FILES
+from reshard.formats.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL
 from reshard.formats.orbax.steps import unfinished_reason
 from reshard.formats.sets.names import DCP_INDEX
 from reshard.formats.zarr.files import is_of_store
 from reshard.formats.zarr.reader import open_store, store_notes
 from reshard.kits.torch.pickles import MOST_BYTES
-from reshard.readers.catalog.findings import Findings, by_opening
-from reshard.readers.catalog.ranked import with_sidecars
-from reshard.readers.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL
 
 if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint
-    from reshard.readers.catalog.walk import Directory
-    from reshard.readers.openers import Opener
+    from reshard.formats.catalog.walk import Directory
+    from reshard.formats.openers import Opener
 
 _STORAGE = "_StorageInfo"
 """The class of the records of PyTorch's data files."""

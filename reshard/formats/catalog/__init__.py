@@ -1,7 +1,7 @@
 """List the checkpoints below a directory, and tell which are complete, from names and headers alone.
 
 1. All directories below it are listed (`walk`).
-2. Names show the checkpoints and their formats: checkpoints that describe their own blocks (`readers.openers`), rank
+2. Names show the checkpoints and their formats: checkpoints that describe their own blocks (`formats.openers`), rank
    directories, sets and single files (`ranked`), and targets that reshard has not finished.
 3. Headers show whether a checkpoint is complete: it is opened, without its contents. Otherwise it is unknown.
 
@@ -21,26 +21,26 @@ from reshard.core.records.logs import DIRECTORY, unfinished
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small
 from reshard.errors import SourceError
+from reshard.formats.catalog.doubts import described_findings, store_findings
+from reshard.formats.catalog.findings import Candidate, Findings
+from reshard.formats.catalog.ranked import flat, forget_strategies, is_ranked, ranked
+from reshard.formats.catalog.walk import listed
 from reshard.formats.directories import STEP_NAME, is_iteration
+from reshard.formats.openers import DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL, ZARR_LABEL, described
 from reshard.formats.orbax.steps import UNFINISHED
 from reshard.formats.ranks.directories import RANK_DIRECTORY
+from reshard.formats.runs import checkpoint_of, iteration_of, run_at
 from reshard.formats.sets.names import DCP_INDEX
 from reshard.formats.zarr.files import is_store, parse_metadata
 from reshard.formats.zarr.layout import METADATA
-from reshard.readers.catalog.doubts import described_findings, store_findings
-from reshard.readers.catalog.findings import Candidate, Findings
-from reshard.readers.catalog.ranked import flat, forget_strategies, is_ranked, ranked
-from reshard.readers.catalog.walk import listed
-from reshard.readers.openers import DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL, ZARR_LABEL, described
-from reshard.readers.runs import checkpoint_of, iteration_of, run_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from reshard.core.storage.places import AnyName, Place
-    from reshard.readers.catalog.findings import State
-    from reshard.readers.catalog.walk import Directory
-    from reshard.readers.openers import Opener
+    from reshard.formats.catalog.findings import State
+    from reshard.formats.catalog.walk import Directory
+    from reshard.formats.openers import Opener
 
 _TEMPORARY = re.compile(
     r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL

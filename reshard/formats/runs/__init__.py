@@ -9,7 +9,7 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.directories import RUN_FORMATS
-from reshard.readers.runs.numbered import finished_step, run_of_steps, unfinished_steps
+from reshard.formats.runs.numbered import finished_step, run_of_steps, unfinished_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

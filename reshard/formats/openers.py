@@ -25,10 +25,10 @@ from reshard.formats.directories import (
 )
 from reshard.formats.orbax.steps import shown_orbax
 from reshard.formats.ranks.directories import RANK_PATTERN
+from reshard.formats.runs import checkpoint_of, iteration_of, newer, run_at
 from reshard.formats.sets.names import set_indexes
 from reshard.formats.torch_save.single import is_single_save, lone_save
 from reshard.formats.zarr.files import is_store
-from reshard.readers.runs import checkpoint_of, iteration_of, newer, run_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

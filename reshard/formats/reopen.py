@@ -10,10 +10,10 @@ from reshard.core.model.checkpoint import Checkpoint, unreadable_in
 from reshard.core.model.facts import Opening
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, names
+from reshard.formats.open import open as open_checkpoint
+from reshard.formats.openers import self_described
 from reshard.formats.ranks.directories import Step
 from reshard.formats.ranks.reader import index_ranks
-from reshard.readers.open import open as open_checkpoint
-from reshard.readers.openers import self_described
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -15,18 +15,18 @@ from reshard.core.records.made import made_of
 from reshard.core.storage.base import reading
 from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, SourceError, names
+from reshard.formats.catalog.findings import Candidate, Findings, by_opening, doubted, of_error
+from reshard.formats.catalog.walk import FileStat
 from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, TRAINER_FILES, refuse_directory
+from reshard.formats.open import open as open_checkpoint
+from reshard.formats.open import read_headers
+from reshard.formats.openers import TORCH_SAVE_LABEL
 from reshard.formats.ranks.beside import strategies_in
 from reshard.formats.ranks.directories import EXTENSIONS, RANK_DIRECTORY, is_checkpoint_name, steps_of
 from reshard.formats.ranks.reader import index_ranks
 from reshard.formats.sets.names import set_indexes, set_word
 from reshard.kits.files import is_save
 from reshard.kits.torch.file import TorchFile
-from reshard.readers.catalog.findings import Candidate, Findings, by_opening, doubted, of_error
-from reshard.readers.catalog.walk import FileStat
-from reshard.readers.open import open as open_checkpoint
-from reshard.readers.open import read_headers
-from reshard.readers.openers import TORCH_SAVE_LABEL
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from reshard.core.records.made import Made
     from reshard.core.storage.places import Place
+    from reshard.formats.catalog.walk import Directory
     from reshard.formats.ranks.reader import IndexedFiles
-    from reshard.readers.catalog.walk import Directory
     from reshard.strategy.strategy import Strategy
 
 

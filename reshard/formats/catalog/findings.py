@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
-    from reshard.readers.catalog.walk import FileStat
+    from reshard.formats.catalog.walk import FileStat
 
 State = Literal["complete", "incomplete", "unknown"]
 

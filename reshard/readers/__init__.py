@@ -1,1 +1,0 @@
-"""Open checkpoints: `open`, and a module for each format that describes its own blocks."""
