@@ -24,20 +24,20 @@ _HOMES = {
     "Checkpoint2": "formats.checkpoint2.writer",
     "Cipher": "core.storage.cipher",
     "convert": "api.conversions",
-    "DCP": "formats.sets.names",
+    "DCP": "formats.dcp.names",
     "demo": "api.demos",
     "diff": "api.comparing",
     "EncryptedError": "errors",
     "GoneError": "errors",
-    "HuggingFaceSet": "formats.sets.names",
+    "HuggingFaceSet": "formats.sets.options",
     "Layout": "core.layout.layout",
     "LayoutError": "errors",
-    "LinkedDCP": "formats.sets.names",
+    "LinkedDCP": "formats.dcp.names",
     "LoRA": "rules.lora",
     "make_manifest": "core.verify.manifest_files",
     "Manifest": "core.verify.manifest",
     "merge_strategies": "strategy.files",
-    "MindSporeSet": "formats.sets.names",
+    "MindSporeSet": "formats.sets.options",
     "MissingNameError": "errors",
     "NoBucketError": "errors",
     "open": "api.checkpoints",
@@ -172,7 +172,8 @@ if TYPE_CHECKING:
     )
     from reshard.formats.checkpoint2.arrangements import read_layouts
     from reshard.formats.checkpoint2.writer import Checkpoint2
-    from reshard.formats.sets.names import DCP, HuggingFaceSet, LinkedDCP, MindSporeSet
+    from reshard.formats.dcp.names import DCP, LinkedDCP
+    from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
     from reshard.formats.zarr.layout import ZarrGroup
     from reshard.messages import ReshardWarning
     from reshard.rules.lora import LoRA

@@ -20,10 +20,8 @@ PACKAGE = Path(reshard.__file__).parent
 # From the top down: a module imports those of its own floor and of the floors below it. A floor may have several rooms.
 FLOORS = [
     ("cli",), ("mindspore",), ("api",), ("view",), ("compute",), ("core.verify",), ("core.run",), ("core.plan",),
-    ("readers", "targets", "formats", "kits", "rules", "expressions", "source", "core.records", "core.model",
-     "core.target"),
-    ("strategy",), ("core.storage",),
-    ("core.layout",),
+    ("formats",), ("core.records", "core.target"), ("core.runs",), ("rules",), ("expressions",), ("kits",),
+    ("core.format",), ("core.listing",), ("core.model",), ("strategy",), ("core.storage",), ("core.layout",),
 ]  # fmt: skip
 ROOT = {
     "__init__", "__main__", "arguments", "dtypes", "environment", "errors", "messages", "siblings", "sizes", "spelling",

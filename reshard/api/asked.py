@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.listing import RANK_PATTERN
 from reshard.errors import UsageError
-from reshard.formats.ranks.directories import RANK_PATTERN
 from reshard.view.notebook.opened import OpenedArrays
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.api.asked import is_of_zarr
 from reshard.api.choices import progress_of, run_plan
 from reshard.arguments import checked
+from reshard.core.listing import RANK_PATTERN
 from reshard.core.model.holdings import strategy_of as strategy_of_record
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.make import plan as make_plan
@@ -18,7 +19,6 @@ from reshard.core.storage.urls.s3.options import use_options
 from reshard.dtypes import name_of
 from reshard.errors import UsageError
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.ranks.directories import RANK_PATTERN
 from reshard.messages import warn
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules
@@ -456,6 +456,7 @@ def read_object(checkpoint: Checkpoint, name: str) -> Any:
     >>> reshard.read_object(reshard.open("run"), "metadata.json")["sharded_backend"]
     'torch_dist'
     """
-    from reshard.formats.dcp.objects import read_object as read  # not on every start
+    from reshard.core.model.objects import Objects  # not on every start
 
-    return read(record_of(checkpoint, "checkpoint"), name)
+    record = record_of(checkpoint, "checkpoint")
+    return (record.format.objects(record) if record.format else Objects(record)).read(name)

@@ -11,7 +11,7 @@ from reshard.core.plan.inputs import Selection, derived
 from reshard.core.plan.select import select
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, Text, UsageError
-from reshard.formats.sets.names import OTHER_WORDS, TO
+from reshard.formats.kinds import OTHER_WORDS, TO
 from reshard.messages import warn
 from reshard.rules.lora import LoRA
 from reshard.strategy.files import read_strategy

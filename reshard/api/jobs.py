@@ -25,8 +25,10 @@ from reshard.core.plan.make import plan_convert
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
 from reshard.formats.checkpoint2.arrangements import read_layouts
+from reshard.formats.dcp.names import LinkedDCP
 from reshard.formats.kinds import (
     CUT,
+    DCP_NAME,
     RANKS,
     TAKEN_BY,
     WHOLE,
@@ -36,13 +38,10 @@ from reshard.formats.kinds import (
     is_file_name,
     named_word,
     refuse_foreign_name,
-    source_word,
     word_of,
 )
-from reshard.formats.open import has_several_ranks, ledger_layout, read_headers
+from reshard.formats.open import has_several_ranks, is_described, ledger_layout, read_headers
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.openers import self_described
-from reshard.formats.sets.names import DCP_NAME, LinkedDCP
 from reshard.kits.files import check_file_name
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
@@ -237,7 +236,7 @@ def _of_source(checkpoint: Checkpoint, options: TargetOptions, verb: Verb) -> tu
     """Return the default format of a target, by the source, with the reason."""
     if options.link:
         return DCP_NAME, ""
-    word = source_word(checkpoint)
+    word = checkpoint.word
     if verb == "transform":
         return (word if word in RANKS else "safetensors"), ""
     if word in WHOLE and options.given(CUT):
@@ -350,7 +349,7 @@ def _kept_ranks(
         return None
     if source.is_file():
         as_it_is = options.memory is None and not _choices(selection)
-        return "" if as_it_is and self_described(source) is None else None
+        return "" if as_it_is and not is_described(source) else None
     is_directory = source.is_dir() and not (target is not None and is_file_name(target))
     if not is_directory or not has_several_ranks(source, opening.rank_pattern, opening.suffix):
         return None

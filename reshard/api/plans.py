@@ -20,7 +20,7 @@ from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.s3.options import use_options
 from reshard.errors import UsageError, names
-from reshard.formats.kinds import RANKS, TAKEN_BY, check_options, source_word, word_of
+from reshard.formats.kinds import RANKS, TAKEN_BY, check_options, word_of
 from reshard.messages import warn
 from reshard.sizes import size_of
 from reshard.strategy.names import ranges_text
@@ -164,7 +164,7 @@ def _word(source: SourceRecord, format: str | None) -> str:  # noqa: A002 -- as 
     """
     if format is not None:
         return word_of(format)
-    word = source_word(source)
+    word = source.word
     return word if word in RANKS else "safetensors"
 
 

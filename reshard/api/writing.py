@@ -15,10 +15,10 @@ from reshard.api.asked import OpenOptions, TargetOptions
 from reshard.api.choices import carried_out, client_of
 from reshard.api.jobs import job, with_format
 from reshard.arguments import checked
+from reshard.core.format import options_refused
 from reshard.core.model.checkpoint import Checkpoint
-from reshard.core.model.facts import Computation, Opening
+from reshard.core.model.facts import ARRAYS, Computation, Opening
 from reshard.core.plan.inputs import Selection
-from reshard.core.records.provenance import ARRAYS
 from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.s3.options import use_options
@@ -27,7 +27,6 @@ from reshard.errors import Faults, SourceError, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.openers import options_refused
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.layout import ATTRIBUTES
 from reshard.sizes import size_of

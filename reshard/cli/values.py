@@ -19,7 +19,7 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import is_text, parse_json, pointed, read_small
 from reshard.dtypes import by_name
 from reshard.errors import Faults, UsageError
-from reshard.formats.sets.names import CHECKPOINT2_NAME, OTHER_WORDS, TO
+from reshard.formats.kinds import CHECKPOINT2_NAME, OTHER_WORDS, TO
 from reshard.sizes import parse_size
 
 if TYPE_CHECKING:

@@ -217,8 +217,8 @@ def average(
     """  # fmt: skip
     from reshard.api.jobs import job, noting_swap  # not on every start
     from reshard.core.plan.select import excluding
+    from reshard.core.runs import newest_iterations
     from reshard.expressions.average import average as average_of
-    from reshard.formats.runs import newest_iterations
 
     _refuse_weighted(target)
     weights = _weights(sources, schedule)

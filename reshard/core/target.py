@@ -11,14 +11,15 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.core.model.entries import FileLayout
+from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.core.layout.arrangement import Arrangement
     from reshard.core.layout.block import Block, Shape
     from reshard.core.model.checkpoint import Checkpoint, SourceFile, Tensor
-    from reshard.core.model.entries import Replica
+    from reshard.core.model.entries import Replica, SizedTensor
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
     from reshard.core.storage.base import TargetCoding
@@ -108,7 +109,7 @@ class TargetInputs(NamedTuple):
     faults: Faults
 
 
-class Destination(Protocol):
+class Target(Protocol):
     """A way to lay out the files of a target.
 
     Attributes:
@@ -192,3 +193,42 @@ def merged_notes(files: Sequence[SourceFile], more: Mapping[str, str], *, dedupl
     if deduplicated:
         notes["remove_redundancy"] = "True"
     return notes
+
+
+MAX_SHARD_BYTES = 4_000_000_000
+"""The maximum size of a file of whole tensors, unless a single tensor is larger."""
+
+MOST_STEPS = 10**18
+"""A number of steps above any real training."""
+
+
+def one_after_the_other(tensors: Iterable[SizedTensor], max_shard_size: int) -> dict[str, int]:
+    """Return the number of each tensor's file if files are filled one after the other.
+
+    >>> from reshard.core.model.entries import SizedTensor
+    >>> tensors = [SizedTensor(name, size, True) for name, size in zip("abcd", (3, 3, 9, 0))]
+    >>> one_after_the_other(tensors, 6)
+    {'a': 0, 'b': 0, 'c': 1, 'd': 1}
+    """
+    of: dict[str, int] = {}
+    count = room = 0
+    for tensor in tensors:
+        if not count or (max(room, 0) < tensor.nbytes and room < max_shard_size):
+            count, room = count + 1, max_shard_size
+        of[tensor.name] = count - 1
+        room -= tensor.nbytes
+    return of
+
+
+def check_size(max_shard_size: int | None) -> None:
+    """Raise `UsageError` if the maximum size is below 1."""
+    if max_shard_size is not None and max_shard_size < 1:
+        raise UsageError(
+            f"a file of a set cannot have at most {max_shard_size} bytes; expected at least 1", code="out-of-range"
+        )
+
+
+def check_step(step: int | None) -> None:
+    """Raise `UsageError` if a number of steps is out of range; None is accepted."""
+    if step is not None and not 0 <= step < MOST_STEPS:
+        raise UsageError(f"step is {step}; expected a number from 0 to {MOST_STEPS - 1}", code="out-of-range")

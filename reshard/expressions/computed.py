@@ -21,8 +21,8 @@ import numpy as np
 from reshard.core.layout.block import Block, flat_boxes
 from reshard.core.layout.strided import SCRATCH, TILE_BYTES
 from reshard.core.model.checkpoint import Sharding, SourceFile, Tensor, TensorSpec
+from reshard.core.model.digests import index_digests
 from reshard.core.model.entries import FileIndex, Replica
-from reshard.core.model.headers import index_digests
 from reshard.core.storage.base import Around
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import can
@@ -222,7 +222,7 @@ def _apart(source: Checkpoint, expressions: Mapping[str, Expression], others: Se
     """Return a checkpoint with computed tensors in a virtual file."""
     spans: list[ComputedBlock] = []
     tensors = dict(source.tensors)
-    index = FileIndex(source.format or "safetensors", {}, header_id=-1)
+    index = FileIndex(source.file_format or "safetensors", {}, header_id=-1)
     stripped: list[SourceFile] = []
     headers = index_digests([file.index for file in source.files])
     for other in others:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import SourceError
-from reshard.formats.sets.names import MODEL_CONFIG
+from reshard.kits.indexes import MODEL_CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,34 +11,25 @@ from reshard.core.records.schema import Count, InnerPath
 from reshard.core.records.schema import read as read_record
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, Text, UsageError, joined
-from reshard.formats.checkpoint2.metadata import METADATA
-from reshard.formats.checkpoint2.reader import NAME as CHECKPOINT2_NAME
 from reshard.formats.checkpoint2.writer import Checkpoint2
-from reshard.formats.sets.names import CHECKPOINT2_NAME as CHECKPOINT2
-from reshard.formats.sets.names import (
-    DCP,
-    DCP_ITEMS,
-    DCP_NAME,
-    ORBAX_NAME,
-    OTHER_WORDS,
-    TO,
-    UNIVERSAL_NAME,
-    DeepSpeedUniversal,
-    HuggingFaceSet,
-    LinkedDCP,
-    MindSporeSet,
-    set_indexes,
-    set_word,
-)
+from reshard.formats.dcp.names import DCP, LinkedDCP
+from reshard.formats.deepspeed.names import DeepSpeedUniversal
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.formats.zarr.layout import OrbaxTree, ZarrGroup
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import AnyName, Place
-    from reshard.core.target import Destination
+    from reshard.core.target import Target
+
+DCP_NAME, CHECKPOINT2_NAME, UNIVERSAL_NAME, ORBAX_NAME = "dcp", "checkpoint2", "deepspeed-universal", "orbax"
+TO = ("ckpt", "safetensors", "hf", "mindspore", DCP_NAME, CHECKPOINT2_NAME, UNIVERSAL_NAME, ORBAX_NAME, "zarr")
+"""The target formats: values of `--to` on the command line, and of `to` and `format` in Python."""
+
+OTHER_WORDS = {"huggingface": "hf", "distcp": DCP_NAME, "ms": "mindspore"}
+"""Aliases of target formats."""
 
 RANKS = ("safetensors", "ckpt")
 """Words for files of ranks."""
@@ -49,18 +40,18 @@ WHOLE = {
 }  # fmt: skip
 """Words for targets of whole tensors only."""
 
-_BLOCKS = (*RANKS, DCP_NAME, CHECKPOINT2)
+_BLOCKS = (*RANKS, DCP_NAME, CHECKPOINT2_NAME)
 TAKEN_BY: Mapping[str, Sequence[str]] = {
-    "layouts_of": (DCP_NAME, CHECKPOINT2),
+    "layouts_of": (DCP_NAME, CHECKPOINT2_NAME),
     "target_strategy": _BLOCKS,
     "ranks": _BLOCKS,
     "target_stage": _BLOCKS,
     "remove_redundancy": _BLOCKS,
     "link_replicas": _BLOCKS,
     "same_ranks": RANKS,
-    "prefix": (*RANKS, CHECKPOINT2),
-    "target_step": (DCP_NAME, CHECKPOINT2),
-    "max_shard_size": ("hf", "mindspore", DCP_NAME, CHECKPOINT2),
+    "prefix": (*RANKS, CHECKPOINT2_NAME),
+    "target_step": (DCP_NAME, CHECKPOINT2_NAME),
+    "max_shard_size": ("hf", "mindspore", DCP_NAME, CHECKPOINT2_NAME),
     "link": (DCP_NAME,),
     "chunk_size": (ZARR, ORBAX_NAME),
     "shard_size": (ZARR, ORBAX_NAME),
@@ -140,12 +131,12 @@ class FilesRecord:
         return files
 
 
-def destination_of(files: AnyFiles) -> type[Destination]:
+def destination_of(files: AnyFiles) -> type[Target]:
     """Return the destination class for a file layout; `Ranks` by default."""
     names = (_DESTINATIONS[base] for base in type(files).__mro__ if base in _DESTINATIONS)
     module, _, name = next(names, "reshard.formats.ranks.writer:Ranks").partition(":")
     # Import the module only if needed.
-    destination: type[Destination] = getattr(import_module(module), name)
+    destination: type[Target] = getattr(import_module(module), name)
     return destination
 
 
@@ -191,21 +182,6 @@ def refuse_foreign_name(target: Place) -> None:
             f"{target.name} is the name of a {target.suffix} file, which reshard does not write", code="unknown-format",
             hint="name a directory, or a file that ends with .safetensors or .ckpt",
         )  # fmt: skip
-
-
-def source_word(checkpoint: Checkpoint) -> str:
-    """Return the word for the kind of a checkpoint."""
-    if checkpoint.format == ZARR:
-        return ZARR
-    root = as_place(checkpoint.root)
-    if root.is_dir():
-        if checkpoint.format in {DCP_NAME, DCP_ITEMS}:
-            return DCP_NAME
-        if checkpoint.extras.described_by in {CHECKPOINT2_NAME, METADATA}:
-            return CHECKPOINT2
-        if indexes := set_indexes(root.names()):
-            return set_word(indexes[0])
-    return checkpoint.format if checkpoint.format in RANKS else "safetensors"
 
 
 def check_options(word: str, options: Collection[str]) -> None:
@@ -269,7 +245,7 @@ def files_of(
         return DCP(step=step, **size_option)
     if word == UNIVERSAL_NAME:
         return DeepSpeedUniversal()
-    if word == CHECKPOINT2:
+    if word == CHECKPOINT2_NAME:
         return Checkpoint2(step, prefix, **size_option)
     return HuggingFaceSet(**size_option) if word == "hf" else MindSporeSet(**size_option)
 
@@ -280,7 +256,7 @@ def file_format(word: str) -> str | None:
     >>> file_format("hf"), file_format("dcp")
     ('safetensors', 'dcp')
     """
-    if word == CHECKPOINT2:
+    if word == CHECKPOINT2_NAME:
         return None  # a Checkpoint 2.0 has its own format
     if word == ORBAX_NAME:
         return ZARR

@@ -10,8 +10,8 @@ from reshard.core.model.checkpoint import Checkpoint, unreadable_in
 from reshard.core.model.facts import Opening
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, names
+from reshard.formats.open import is_described
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.openers import self_described
 from reshard.formats.ranks.directories import Step
 from reshard.formats.ranks.reader import index_ranks
 
@@ -148,7 +148,7 @@ def reopen_target(made: Made, cipher: Cipher | None) -> Checkpoint:
     """Open a target with the options in its ledger; raise `SourceError` on failure."""
     strategy, stage = made.strategy, made.provenance.target.stage
     ranks = {rank: [as_place(path) for path in paths] for rank, paths in made.ranks.items()}
-    if self_described(as_place(made.target)) or (strategy is None and len(ranks) == 1):
+    if is_described(made.target) or (strategy is None and len(ranks) == 1):
         return open_checkpoint(made.target, contents=False, cipher=cipher)
     if strategy is not None and stage is not None:
         strategy = strategy.of_stage(stage)

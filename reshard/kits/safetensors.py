@@ -267,3 +267,26 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
 def _order(content: Content) -> int:
     # int4 is I8 to the library.
     return SAFETENSORS_ORDER[BY_SAFETENSORS[content.dtype.safetensors]] if content.dtype.safetensors else 0
+
+
+SHARDING_INFO = "DCP_SHARDING_INFO"
+"""The note of a file with the offsets of its blocks in their tensors, as PyTorch writes it."""
+
+
+def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:
+    """Raise an error if a file's header says that it contains blocks of tensors.
+
+    Args:
+        path: the file.
+        notes: the notes in its header.
+
+    Raises:
+        SourceError: it contains blocks.
+    """
+    if SHARDING_INFO in notes:
+        raise SourceError(
+            f"{path} has blocks that PyTorch saved, as its header says ({SHARDING_INFO})",
+            code="one-of-several",
+            hint="give all such files PyTorch's names, shard-00001-model-00001-of-00001.safetensors and so on, and "
+            "open their directory",
+        )

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from reshard.core.model.checkpoint import Checkpoint
 from reshard.core.model.facts import Opening
-from reshard.core.model.headers import indexed
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan_files
 from reshard.core.run.run import run
@@ -26,6 +25,7 @@ from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, UsageError, names
 from reshard.kits.ckpt import MAP_PARAMETER, map_parameters
+from reshard.kits.headers import indexed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

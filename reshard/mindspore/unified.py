@@ -28,7 +28,8 @@ from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
 from reshard.formats.open import open as open_source
-from reshard.formats.sets.names import MindSporeSet, read_index, share_of
+from reshard.formats.sets.options import MindSporeSet, share_of
+from reshard.kits.indexes import read_index
 from reshard.mindspore.arguments import (
     carry_out,
     check_all_stages,

@@ -21,11 +21,11 @@ from reshard.core.model.facts import Origin
 from reshard.core.model.reshape import Shared, shards_in
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, UsageError, names
+from reshard.kits.training.rules import check_arguments
 from reshard.rules.fused_layout import indices, of_fused, of_parts, pieces, placed, zeros
 from reshard.rules.matching import match_names
 from reshard.rules.numbers import numbers_in, read_config
 from reshard.rules.patterns import SCALES, Family
-from reshard.rules.programs.megatron import check_arguments
 from reshard.rules.ranges import Ranges, layers_fault
 
 if TYPE_CHECKING:

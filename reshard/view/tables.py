@@ -326,9 +326,10 @@ def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, 
     """Read and return the facts about the training, and the text of each object that is not a tensor."""
     if not (checkpoint.extras.objects or checkpoint.extras.beside):
         return {}, {}
-    from reshard.formats.dcp.objects import facts, shown_objects  # seldom needed
-
-    return facts(checkpoint), shown_objects(checkpoint)
+    if checkpoint.format is None:
+        return {}, {}
+    objects = checkpoint.format.objects(checkpoint)
+    return dict(objects.facts()), objects.shown()
 
 
 def _unreadable(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]:

@@ -15,7 +15,7 @@ from reshard.core.layout.block import Block
 from reshard.core.plan.changes import changes_of, described, left_out_text
 from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
-from reshard.formats.sets.names import DCP_NAME, UNIVERSAL_NAME
+from reshard.formats.kinds import DCP_NAME, UNIVERSAL_NAME
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.formats.zarr.layout import OrbaxTree
 from reshard.strategy.names import group_names, ranges_text

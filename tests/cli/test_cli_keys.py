@@ -18,12 +18,12 @@ from commands import Case, call, done, proposed
 from refusals import failed, refused
 
 import reshard
-from reshard.core.model.headers import key_of
 from reshard.core.storage import cipher as cipher_module
 from reshard.core.storage.cipher import Cipher, read_key
 from reshard.core.storage.decryption import MAGICS
 from reshard.core.storage.places import LocalPath
 from reshard.errors import SourceError, UsageError
+from reshard.kits.headers import key_of
 
 if TYPE_CHECKING:
     from pathlib import Path

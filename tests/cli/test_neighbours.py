@@ -16,7 +16,7 @@ import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
 from reshard.core.model.entries import SizedTensor
 from reshard.errors import TargetError
-from reshard.formats.sets.names import share_of
+from reshard.formats.sets.options import share_of
 
 if TYPE_CHECKING:
     from pathlib import Path

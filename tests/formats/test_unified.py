@@ -19,7 +19,7 @@ from reshard import HuggingFaceSet, Layout, MindSporeSet, Selection, Strategy
 from reshard.core.plan import budget
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, UsageError
-from reshard.formats.sets.names import read_index
+from reshard.kits.indexes import read_index
 
 ROWS, COLUMNS = Layout.of([4], [0, -1]), Layout.of([4], [-1, 0])
 SHAPES = {"a": (8, 8), "b": (16, 8), "c": (4, 4), "moments.a": (8, 8)}

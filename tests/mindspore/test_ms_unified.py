@@ -19,7 +19,7 @@ import reshard
 import reshard.mindspore as ms
 from reshard.core.layout.layout import Layout
 from reshard.errors import SourceError, StrategyError, UsageError
-from reshard.formats.sets.names import HuggingFaceSet
+from reshard.formats.sets.options import HuggingFaceSet
 from reshard.mindspore.network import NetworkError
 from reshard.strategy.strategy import Strategy
 

@@ -21,14 +21,14 @@ from samples import examples, sampled
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.core.model.digests import index_digests, pages_digest
 from reshard.core.model.entries import NamedFile, ShardFiles, SomeFiles
-from reshard.core.model.headers import index_digests, pages_digest
 from reshard.core.plan.make import plan_convert
 from reshard.core.plan.plan import plan_digest
 from reshard.core.plan.planfile import read, save
 from reshard.core.storage.local import local_store
 from reshard.errors import PlanError, ReshardError, SourceError, TargetError, UsageError
-from reshard.formats.sets.names import HuggingFaceSet
+from reshard.formats.sets.options import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable

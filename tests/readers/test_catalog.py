@@ -20,7 +20,8 @@ from saves_files import tensor, write_rank, write_save
 
 import reshard
 from reshard import Layout, SourceError, Strategy
-from reshard.formats.catalog import doubts, newest_complete, stored_checkpoints
+from reshard.formats.catalog import newest_complete, stored_checkpoints
+from reshard.formats.dcp import completeness as doubts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

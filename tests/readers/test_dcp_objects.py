@@ -20,7 +20,7 @@ from reshard import read_object
 from reshard.core.model.checkpoint import TensorSpec
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
-from reshard.formats.dcp import objects as module
+from reshard.kits.torch import objects as module
 from reshard.kits.torch.pickles import Name, PickledObject
 
 if TYPE_CHECKING:
@@ -216,8 +216,8 @@ def test_sums_may_be_left_out(tmp_path: Path) -> None:
 def test_many_are_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = saved("word")
     source = of(tmp_path, a=one, b=one, c=one)
-    monkeypatch.setattr(module, "_MOST_SHOWN", 2 * len(one))
-    shown = module.shown_objects(source._record)
+    monkeypatch.setattr("reshard.core.model.objects._MOST_SHOWN", 2 * len(one))
+    shown = module.SavedObjects(source._record).shown()
     assert list(shown.values()) == ["'word'", "'word'", f"an object of {len(one)} B, which was not looked at"]
 
 

@@ -20,7 +20,7 @@ from saves_files import Made, tensor, write_save
 
 import reshard
 from reshard.errors import ReshardError, SourceError
-from reshard.formats.deepspeed.flat import fragments
+from reshard.formats.deepspeed.buffers import fragments
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,12 +16,12 @@ from stopped_runs import FULL, SOURCE, TARGET, call, command, small_tasks, sourc
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.core.model import headers
 from reshard.core.plan.plan import file_digests
 from reshard.core.run import session as resume
 from reshard.core.run.settings import RunOptions
 from reshard.core.storage.local import local_store
 from reshard.errors import ChangedError, ReshardError, SourceError, TargetError, bytes_text
+from reshard.kits import headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

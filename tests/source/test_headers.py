@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from checkpoints import write_file
 
-from reshard.core.model import headers
-from reshard.core.model.headers import Headers
 from reshard.core.storage.base import Around
 from reshard.core.storage.places import AnyStore, any_store
-from reshard.kits import ckpt
+from reshard.kits import ckpt, headers
 from reshard.kits.files import index_file
+from reshard.kits.headers import Headers
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,13 +11,13 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.core.model import headers
 from reshard.core.plan.partition import partitioned
 from reshard.core.run.beside import with_neighbours
 from reshard.core.run.preflight import preflight
 from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.filesystems import FileSystemClient
+from reshard.kits import headers
 from reshard.kits.files import index_file
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from refusals import failed, refused
 import reshard
 from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
-from reshard.formats.sets.names import HuggingFaceSet
+from reshard.formats.sets.options import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,10 @@ from refusals import refused
 from reshard.core.model.entries import NamedFile
 from reshard.errors import UsageError
 from reshard.formats.checkpoint2.writer import Checkpoint2
-from reshard.formats.kinds import CUT, TAKEN_BY, check_options, file_format, files_of, named_word, word_of
-from reshard.formats.sets.names import DCP, TO, DeepSpeedUniversal, HuggingFaceSet, MindSporeSet
+from reshard.formats.dcp.names import DCP
+from reshard.formats.deepspeed.names import DeepSpeedUniversal
+from reshard.formats.kinds import CUT, TAKEN_BY, TO, check_options, file_format, files_of, named_word, word_of
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr.layout import OrbaxTree, ZarrGroup
 
 if TYPE_CHECKING:

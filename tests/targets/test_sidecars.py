@@ -15,7 +15,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import TargetError
 from reshard.formats.sets import sidecars
-from reshard.formats.sets.names import HuggingFaceSet
+from reshard.formats.sets.options import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

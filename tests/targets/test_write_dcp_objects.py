@@ -21,8 +21,8 @@ import reshard
 from reshard import DCP, Selection, Strategy, read_object
 from reshard.errors import SourceError, UsageError
 from reshard.formats.dcp import carried as module
-from reshard.formats.dcp.objects import contents
 from reshard.formats.zarr.layout import OrbaxTree
+from reshard.kits.torch.objects import contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable

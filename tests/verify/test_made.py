@@ -16,7 +16,7 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Selection, Strategy
-from reshard.core.records.logs import digest
+from reshard.core.model.digests import digest
 from reshard.core.records.made import made_of
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError

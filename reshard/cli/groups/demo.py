@@ -21,7 +21,7 @@ from reshard.core.run.settings import RunOptions
 from reshard.dtypes import BY_NAME
 from reshard.errors import VerifyError, bytes_text, names
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.sets.names import HuggingFaceSet
+from reshard.formats.sets.options import HuggingFaceSet
 from reshard.strategy.files import read_strategy
 from reshard.strategy.proto import message_class
 from reshard.view.text import count_text

@@ -238,12 +238,11 @@ def strategy_from_checkpoint(
     parallel is in nested layouts, which MindSpore 2.10 does not read from JSON. Of what reshard wrote it is the
     strategy in the ledger there.
     """
-    from reshard.formats.open import files_read, ledger_layout
-    from reshard.formats.openers import self_described
+    from reshard.formats.open import files_read, is_described, ledger_layout
     from reshard.formats.ranks.reader import changed_text
 
     refuse_existing(output, overwrite=overwrite)
-    if checkpoint.is_dir() and self_described(checkpoint, iteration) is None:
+    if checkpoint.is_dir() and not is_described(checkpoint):
         is_known, change = ledger_layout(checkpoint)
         if change:
             raise SourceError(changed_text(checkpoint, change), code="source-changed")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.axes import factors
 from reshard.core.model.entries import Extent, Replica
-from reshard.core.model.facts import Extras, Opening
+from reshard.core.model.facts import Extras, Opening, computed_title
 from reshard.core.storage.base import Status
 from reshard.core.storage.cipher import Cipher
 from reshard.errors import SourceError, Text, UsageError, joined, names, parted
@@ -23,6 +23,7 @@ from reshard.strategy.names import matches, matching, no_match
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from reshard.core.format import Format
     from reshard.core.layout.block import Block, Shape
     from reshard.core.model.entries import FileIndex, Runs
     from reshard.core.model.facts import Origin
@@ -185,6 +186,7 @@ class Checkpoint:
         opening: options with which it was opened.
         extras: further metadata of its format.
         origin: the original checkpoint and the rules or adapter applied to it; None if it is not derived.
+        format: the format that opened it; None if it is in no files.
     """
 
     root: str
@@ -199,6 +201,7 @@ class Checkpoint:
     opening: Opening = field(default_factory=Opening)
     extras: Extras = field(default_factory=Extras)
     origin: Origin | None = None
+    format: Format | None = None
 
     @property
     def title(self) -> str:
@@ -206,8 +209,6 @@ class Checkpoint:
         computation = self.opened.opening.computation
         if computation is None:
             return self.root
-        from reshard.core.records.provenance import computed_title  # seldom
-
         return computed_title(computation.kind, [each.title for each in computation.inputs])
 
     @property
@@ -262,10 +263,15 @@ class Checkpoint:
         return self.origin.lora if self.origin else None
 
     @property
-    def format(self) -> str | None:
-        """Return the format of the files; None if there are several."""
+    def file_format(self) -> str | None:
+        """Return the encoding of the files; None if there are several."""
         formats = {file.index.format for file in self.files}
         return formats.pop() if len(formats) == 1 else None
+
+    @property
+    def word(self) -> str:
+        """Return the word of `to` for a target like it."""
+        return self.format.word_of(self) if self.format else "safetensors"
 
     @property
     def all_names(self) -> Mapping[str, None]:

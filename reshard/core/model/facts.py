@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from reshard.core.layout.arrangement import Arrangement
     from reshard.core.layout.layout import Layout
@@ -14,6 +14,24 @@ if TYPE_CHECKING:
     from reshard.formats.ranks.directories import Step
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
+
+
+ARRAYS = "(arrays)"
+"""The root of a checkpoint of no files, to which arrays are assigned."""
+
+_TITLES = {"astype": "converted tensors", "dequantize": "dequantized weights", "scale": "scaled tensors"}
+"""Nouns for the kinds of computations, if they are not nouns."""
+
+
+def computed_title(kind: str, titles: Sequence[str]) -> str:
+    """Return the title of a computed checkpoint.
+
+    >>> computed_title("average", ["a", "b", "c"])
+    'average of a, b, c'
+    """
+    if kind == "assign":  # of nothing, or to a checkpoint
+        return " and ".join(["arrays", *(title for title in titles if not title.endswith(ARRAYS))])
+    return f"{_TITLES.get(kind, kind)} of {', '.join(titles)}"
 
 
 class Object(NamedTuple):
@@ -152,6 +170,7 @@ class Extras:
         objects: objects of the program that wrote it, by name. Only targets of the same format, and zarr stores,
             receive them.
         beside: sidecar files that the training needs, by name, for the same targets as objects.
+        common: the state of the training as JSON, which a program keeps beside the tensors; empty if there is none.
         files: the files beside the weights of the set that a store was made of, by name.
         shard_size: the most bytes of tensors in a file of the set that a store was made of; 0 if it was none.
         bound: tensors that only a target of the same format can hold, with the reason.
@@ -160,7 +179,7 @@ class Extras:
         model_config: the `config.json` for a Hugging Face set of these tensors, if it differs from the source's; else
             empty.
         arguments: the arguments of the training that Megatron-LM's files state, which rules are compared with; see
-            `kits.megatron.arguments`.
+            `kits.training.arguments`.
     """
 
     described_by: str = ""
@@ -168,6 +187,7 @@ class Extras:
     defects: tuple[str, ...] = ()
     objects: Mapping[str, Object] = field(default_factory=dict)
     beside: Mapping[str, Object] = field(default_factory=dict)
+    common: str = ""
     files: Mapping[str, Object] = field(default_factory=dict)
     shard_size: int = 0
     bound: Mapping[str, str] = field(default_factory=dict)

@@ -18,15 +18,12 @@ from reshard.core.storage.urls.clients import buffering
 from reshard.core.storage.urls.pool import pool, shared_bytes
 from reshard.core.storage.urls.remote import fetched_bytes
 from reshard.errors import BudgetError, Option, Text, bytes_text
-from reshard.formats.directories import ORBAX
-from reshard.formats.sets.names import DCP_ITEMS
-from reshard.formats.zarr.layout import NAME as ZARR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.core.model.checkpoint import Checkpoint, Tensor
-    from reshard.core.target import Destination, TargetTensor
+    from reshard.core.target import Target, TargetTensor
 
 BAND_BYTES = 4 << 20
 """Maximum bytes of a tensor that a thread reads at once; the fastest of 1 to 16 MB, as measured."""
@@ -65,14 +62,8 @@ ENTRY_BYTES = 700
 TASK_MEMORY = 4000
 """A task in a plan, in the graph and in the scheduler."""
 
-CHUNK_BYTES = 650
-"""A chunk of a zarr store or of an array of Orbax, when its metadata are read."""
-
 PLACE_BYTES = 100
 """A storage entry of a block in the metadata of a Checkpoint 2.0, when they are read."""
-
-DCP_ITEM_BYTES = 800
-"""An item of a distributed checkpoint, when metadata written by PyTorch's own pickler are read."""
 
 Share = tuple[str, int]
 """A part of a prediction: its purpose and its bytes."""
@@ -195,7 +186,7 @@ def _fixed_shares(
 def budget(
     source: Checkpoint,
     items: Sequence[TargetTensor],
-    destination: Destination,
+    destination: Target,
     *,
     memory: int | None = None,
     threads: int | None = None,
@@ -316,12 +307,13 @@ def _program(*, casts: bool) -> Share:
 def _checkpoint_bytes(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> int:
     """Return the memory of a checkpoint's tensors and of the indexes of all its files."""
     indexes = {file.index.header_id: len(file.index.entries) for file in checkpoint.files}
-    chunks = sum(len(tensor.sharding.blocks) for tensor in tensors) if checkpoint.format in {ZARR, ORBAX} else 0
+    block, entry = (checkpoint.format.block_bytes, checkpoint.format.entry_bytes) if checkpoint.format else (0, 0)
+    blocks = block * sum(len(tensor.sharding.blocks) for tensor in tensors) if block else 0
     shardings = [tensor.sharding for tensor in tensors] if checkpoint.extras.arrangement is not None else []
     sizes = {sharding: sum(map(len, sharding.replicas)) for sharding in set(shardings)}
     places = PLACE_BYTES * sum(sizes[sharding] for sharding in shardings)
-    entry = ENTRY_BYTES + (DCP_ITEM_BYTES if checkpoint.format == DCP_ITEMS else 0)
-    return TENSOR_BYTES * len(tensors) + entry * sum(indexes.values()) + CHUNK_BYTES * chunks + places
+    entries = (ENTRY_BYTES + entry) * sum(indexes.values())
+    return TENSOR_BYTES * len(tensors) + entries + blocks + places
 
 
 def _casts(items: Sequence[TargetTensor]) -> bool:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reshard.core.plan.budget import Budget
     from reshard.core.storage.base import Coding
     from reshard.core.storage.cipher import Cipher
-    from reshard.core.target import Destination, TargetBlocks, TargetFile, TargetTensor
+    from reshard.core.target import Target, TargetBlocks, TargetFile, TargetTensor
     from reshard.kits.chunks.decoding import Decoding
 
 
@@ -58,7 +58,7 @@ class _Reads:
 
 
 def build(
-    source: Checkpoint, items: Sequence[TargetTensor], destination: Destination, budget: Budget, faults: Faults
+    source: Checkpoint, items: Sequence[TargetTensor], destination: Target, budget: Budget, faults: Faults
 ) -> Plan:
     """Build a plan.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard import environment
 from reshard.core.layout.arrangement import Arrangement
+from reshard.core.listing import RANK_PATTERN
 from reshard.core.model.assemble import assemble_whole
 from reshard.core.model.checkpoint import Checkpoint
 from reshard.core.model.entries import NamedFile, RankFiles
@@ -25,15 +26,13 @@ from reshard.core.target import TargetInputs, TargetTensor
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text, names
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
 from reshard.formats.kinds import OF_FORMATS, destination_of
+from reshard.formats.open import is_described, read_headers
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.open import read_headers
-from reshard.formats.openers import self_described
-from reshard.formats.ranks.directories import RANK_PATTERN
 from reshard.formats.ranks.same_files import SameFiles
-from reshard.formats.sets.names import read_index
 from reshard.formats.sets.sidecars import sidecar_names
 from reshard.formats.zarr.files import is_store
 from reshard.kits.files import by_name, formats
+from reshard.kits.indexes import read_index
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import SourceFile
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName, Place
-    from reshard.core.target import Destination, TargetFile
+    from reshard.core.target import Target, TargetFile
     from reshard.formats.kinds import AnyFiles
     from reshard.rules.rules import Rules
 
@@ -199,7 +198,7 @@ def _full_selection(source: Checkpoint, selection: Selection) -> Selection:
     return replace(selection, rules=source.origin.rules, lora=source.lora, exclude=exclude)
 
 
-def _linked(source: Checkpoint, request: Request, kind: type[Destination]) -> Plan:
+def _linked(source: Checkpoint, request: Request, kind: type[Target]) -> Plan:
     """Plan a target whose files are links to the source's files."""
     renamed, left_out = select_listed(source, request.selection)
     refuse_parted(source, renamed)
@@ -256,7 +255,7 @@ def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | 
     """Return the format of target files: the only, the requested or the source's."""
     if requested not in {None, only} and (only or requested in OF_FORMATS):
         raise UsageError(f"{type(files).__name__} does not write format {requested}", code="wrong-format")
-    default = source.format if source.format in {module.NAME for module in formats()} else "safetensors"
+    default = source.file_format if source.file_format in {module.NAME for module in formats()} else "safetensors"
     return only or by_name(requested or str(default)).NAME
 
 
@@ -347,7 +346,7 @@ def plan_convert(
             selection=selection, threads=threads, target_cipher=target_cipher,
         )  # fmt: skip
     kind = "zarr store" if is_store(path.names()) else "unified set" if path.is_dir() and read_index(path) else None
-    if kind is None and self_described(path):
+    if kind is None and is_described(path):
         opened = open_checkpoint(path, cipher=cipher)
         if opened.extras.arrangement is not None:
             dropped = globs(drop)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import Block
 from reshard.core.model.checkpoint import stored_files
-from reshard.core.model.headers import index_digests
-from reshard.core.records.logs import digest
+from reshard.core.model.digests import digest, index_digests
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

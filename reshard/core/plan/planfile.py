@@ -27,19 +27,19 @@ from typing import TYPE_CHECKING
 
 from reshard.core.layout.arrangement import Arrangement
 from reshard.core.layout.grid import MOST_DEVICES
+from reshard.core.model.digests import index_digests, pages_digest
 from reshard.core.model.facts import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
-from reshard.core.model.headers import index_digests, pages_digest
 from reshard.core.plan.inputs import provenance_of, selection_of
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.plan import plan_digest
 from reshard.core.records.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
 from reshard.core.records.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
 from reshard.core.records.schema import read as read_record
+from reshard.core.runs import is_iteration
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.checkpoint2.arrangements import ArrangementRecord
-from reshard.formats.directories import is_iteration
 from reshard.formats.kinds import FilesRecord
 from reshard.formats.open import files_of_sources
 from reshard.formats.reopen import recomputed, reopen
@@ -335,7 +335,7 @@ def _source_record(source: Checkpoint) -> SourceRecord:
     stored = source.stored_files
     digests = index_digests([file.index for _, file in stored])
     headers = {(rank, file.path, file.nbytes): header for (rank, file), header in zip(stored, digests, strict=True)}
-    if source.format == ZARR:
+    if source.file_format == ZARR:
         root = root.resolve()
         parents = {above for _, path, _ in headers for above in Path(path).parents if above.is_relative_to(root)}
         metadata = sorted(file for directory in parents - {root} if (file := directory / METADATA).is_file())

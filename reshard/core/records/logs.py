@@ -36,7 +36,6 @@ from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from errno import ELOOP, ENOENT, ENOTDIR, ENXIO
-from hashlib import blake2b
 from pathlib import Path
 from shlex import join
 from stat import S_ISREG
@@ -66,7 +65,6 @@ UNSOUND = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 
 RANGES_A_LINE = 1 << 12
 
-DIGEST_BYTES = 16
 
 LONGEST_COMMAND = 1 << 14
 """The most characters of a command that is recorded; a line of a log is limited, and a message should be."""
@@ -132,17 +130,6 @@ class Record:
     def may_be_lost(self) -> bool:
         """Return whether the machine was restarted before the complete file was synced."""
         return self.boot not in {"", boot_id()}
-
-
-def digest(content: object) -> str:
-    """Return the digest of bytes, or of a JSON value.
-
-    >>> digest([1, "w"]) == digest((1, "w")), len(digest(b""))
-    (True, 32)
-    """
-    if not isinstance(content, bytes):
-        content = json.dumps(content, separators=(",", ":")).encode()
-    return blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def current_directory() -> str:

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from reshard.core.model.headers import contents_digest
+from reshard.core.format import marked
+from reshard.core.model.digests import contents_digest
+from reshard.core.model.digests import digest as digest_of
 from reshard.core.records.logs import DIRECTORY, Record, known, unreadable_ledger
-from reshard.core.records.logs import digest as digest_of
 from reshard.core.records.schema import is_inner_path, parse, read, to_json
+from reshard.core.runs import is_iteration
 from reshard.core.storage.crc import crc_of_range
 from reshard.core.storage.places import any_store, as_place, workers_at
 from reshard.core.storage.small import read_small
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError
-from reshard.formats.directories import is_iteration
-from reshard.formats.zarr.files import is_of_store
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -182,7 +182,7 @@ def made_of(target: Place, listing: Sequence[str] | None = None) -> Made | None:
     root = target.absolute()
     if is_iteration(root.name):
         return _newest(str(root.parent), below=f"{root.name}/")
-    if any(map(is_of_store, listing)):
+    if marked(listing):
         return _newest(str(root), directory=f"{root}.reshard")
     return _newest(str(root)) if DIRECTORY in listing else None
 

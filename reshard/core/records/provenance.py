@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.layout import Layout
+from reshard.core.model.facts import computed_title
 from reshard.core.records.schema import Count, FormatError, Line, read
 from reshard.core.storage.places import as_place
 from reshard.strategy.strategy import MOST_RANKS, Placed, Strategy
@@ -30,13 +31,7 @@ PlacedRow = tuple[Count, Count, tuple[Count, ...] | None, bool]
 """A pipeline stage, the index of a layout, a shape, and whether the shape is expanded."""
 
 
-ARRAYS = "(arrays)"
-"""The root of a checkpoint of no files, to which arrays are assigned."""
-
 _DEEPEST, _MOST_SOURCES = 16, 1000
-
-_TITLES = {"astype": "converted tensors", "dequantize": "dequantized weights", "scale": "scaled tensors"}
-"""Nouns for the kinds of computations, if they are not nouns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +84,6 @@ class StrategyRecord:
             raise ValueError("a tensor of a strategy has places that are not listed")
         tensors = {name: places[number] for name, number in self.tensors.items()}
         return Strategy(tensors, range(first, stop), devices, merged=self.merged)
-
-
-def computed_title(kind: str, titles: Sequence[str]) -> str:
-    """Return the title of a computed checkpoint.
-
-    >>> computed_title("average", ["a", "b", "c"])
-    'average of a, b, c'
-    """
-    if kind == "assign":  # of nothing, or to a checkpoint
-        return " and ".join(["arrays", *(title for title in titles if not title.endswith(ARRAYS))])
-    return f"{_TITLES.get(kind, kind)} of {', '.join(titles)}"
 
 
 def _placed(row: PlacedRow, stages: range, layouts: list[Layout]) -> Placed:

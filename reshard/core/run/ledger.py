@@ -15,6 +15,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.model.digests import digest
 from reshard.core.records.logs import (
     DIRECTORY,
     LONGEST_COMMAND,
@@ -24,7 +25,6 @@ from reshard.core.records.logs import (
     Logs,
     Record,
     current_directory,
-    digest,
     known,
     lines_of,
     listed,

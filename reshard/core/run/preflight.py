@@ -22,6 +22,7 @@ from reshard.core.records.logs import DIRECTORY, Record
 from reshard.core.run.ledger import known_of_target, records_beside, refuse_foreign
 from reshard.core.run.locks import refuse_link
 from reshard.core.run.unchanged import are_of_others, is_as_planned
+from reshard.core.runs import is_iteration
 from reshard.core.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.core.storage.local import local_store
 from reshard.core.storage.places import as_place, can
@@ -29,7 +30,7 @@ from reshard.core.storage.small import is_within, refuse_inputs
 from reshard.core.storage.threads import map_ordered
 from reshard.core.storage.urls.remote import REQUESTS
 from reshard.errors import Option, TargetError, Text, names
-from reshard.formats.directories import is_iteration, is_of_a_set
+from reshard.formats.parts import is_of_a_set
 from reshard.kits.files import check_name
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from dataclasses import replace
 from stat import S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.model.digests import contents_digest, digest
 from reshard.core.model.entries import merged
-from reshard.core.model.headers import contents_digest
 from reshard.core.plan.inputs import ledger_provenance
 from reshard.core.plan.partition import bytes_left, remaining
 from reshard.core.plan.plan import changes_digest, file_digests
-from reshard.core.records.logs import Record, digest
+from reshard.core.records.logs import Record
 from reshard.core.records.made import provenance_file
 from reshard.core.run.beside import remove_older
 from reshard.core.run.ledger import Ledger, refuse_foreign

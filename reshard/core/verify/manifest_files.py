@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
 from reshard.core.layout.block import shape_text
+from reshard.core.listing import RANK_PATTERN
+from reshard.core.model.digests import gaps
 from reshard.core.model.entries import FileIndex
-from reshard.core.model.headers import gaps
 from reshard.core.storage.base import truncated_text
 from reshard.core.storage.crc import crc32c
 from reshard.core.storage.places import as_place, workers_at
@@ -26,10 +27,11 @@ from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.dtypes import STR
 from reshard.errors import EncryptedError, SourceError, UsageError, names
 from reshard.formats.open import read_headers
-from reshard.formats.ranks.directories import EXTENSIONS, RANK_PATTERN, leftovers
-from reshard.formats.sets.names import set_indexes
+from reshard.formats.ranks.directories import leftovers
+from reshard.formats.ranks.names import EXTENSIONS
 from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits.files import index_file
+from reshard.kits.indexes import set_indexes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

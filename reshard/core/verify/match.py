@@ -13,11 +13,10 @@ from reshard.core.layout.block import shape_text
 from reshard.core.model.assemble import assemble_whole
 from reshard.core.model.checkpoint import unreadable_in
 from reshard.core.model.holdings import MissingBlocks, is_deduplicated
+from reshard.core.model.objects import Objects
 from reshard.core.plan.select import all_states, has_no_place, select
 from reshard.core.verify.difference import Difference
 from reshard.errors import Option, SourceError, Text
-from reshard.formats.sets.names import DCP_ITEMS
-from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits.safetensors import NAME as SAFETENSORS
 from reshard.strategy.names import matches
 
@@ -109,7 +108,7 @@ def match(
         deduplicated: the target stores each block on one rank only, even if no header says so.
     """
     lenient = replace(selection, drop=("*",), allow_missing=("*",))
-    carries = target.format in {DCP_ITEMS, ZARR} or _are_of_deepspeed(source, target)
+    carries = target.format is not None and target.format.carries
     source = source if carries else source.unbound()
     selected = select(source, target.strategy, lenient, carries=carries)
     chosen = [*(name for name, _ in selected.kept), *(n for n in selected.dropped if n in source.tensors)]
@@ -141,7 +140,7 @@ def match(
     _compare_objects(result, source, target, dict(selected.objects))
     expected = {new_names[name] for name in chosen}
     for name in set(source.unreadable) & set(selected.dropped):
-        if new_names[name] in target.unreadable and source.format == target.format == DCP_ITEMS:  # files are linked
+        if carries and new_names[name] in target.unreadable and source.format is target.format:  # files may be linked
             result.warnings.append(f"{name} cannot be read on either side, and is not compared")
             unreadable = {key: why for key, why in unreadable.items() if key[1] != new_names[name]}
             continue
@@ -275,50 +274,31 @@ def _compare_objects(result: Matched, source: Checkpoint, target: Checkpoint, na
     """Compare objects and sidecar files, by their names, if the target can have them."""
     if not (names or source.extras.beside):
         return
-    if _are_of_deepspeed(source, target):
-        _compare_values(result, source, target, names)
+    if source.format is None or target.format is None:
+        result.dropped.extend([*source.extras.beside, *names])
         return
-    from reshard.formats.dcp.objects import contents, problems  # lazy import: rarely needed
-
-    source_objects = {**source.extras.beside, **source.extras.objects}
+    objects, others = source.format.objects(source), target.format.objects(target)
+    if type(objects) is not type(others):
+        objects, others = Objects(source), Objects(target)
     named = {**{name: name for name in source.extras.beside}, **names}
-    lost, target_objects = problems(source_objects), {**target.extras.beside, **target.extras.objects}
+    lost = objects.problems(named)
     pairs = {}
     for old, new in named.items():
-        counterpart = target_objects.get(new)
-        if counterpart is not None and old not in lost:
-            pairs[old] = counterpart
-        elif old in lost or target.format != DCP_ITEMS:
+        if new in others.entries and old not in lost:
+            pairs[old] = new
+        elif old in lost or not target.format.carries:
             result.dropped.append(old)
         else:
             result.differences.append(Difference("object", _ABSENT, new))
-    wrong = problems(pairs)
-    for old, fault in wrong.items():
-        result.differences.append(Difference("object", fault, named[old], path=pairs.pop(old).path))
-    source_contents = contents({old: source_objects[old] for old in pairs})
-    for (old, content), (_, other_content) in zip(source_contents, contents(pairs), strict=True):
-        if content != other_content:
-            fault = f"has other bytes than that of the source in {source_objects[old].path}"
-            result.differences.append(Difference("object", fault, named[old], path=pairs[old].path))
-
-
-def _are_of_deepspeed(source: Checkpoint, target: Checkpoint) -> bool:
-    if not source.extras.described_by or source.extras.described_by != target.extras.described_by:
-        return False
-    from reshard.formats.deepspeed.zero_checkpoint import DESCRIBED_BY  # lazy import: rarely needed
-
-    return source.extras.described_by == DESCRIBED_BY
-
-
-def _compare_values(result: Matched, source: Checkpoint, target: Checkpoint, names: Mapping[str, str]) -> None:
-    """Compare values of model states of DeepSpeed that are not tensors."""
-    from reshard.formats.deepspeed.writer import values_of  # lazy import: rarely needed
-
-    values, others = (values_of(side.opened, names) for side in (source, target))
-    for name, value in values.items():
-        if value != others.get(name):
-            fault = f"differs from that of {source.opened.root}" if name in others else _ABSENT
-            result.differences.append(Difference("object", fault, name, path=target.opened.root))
+    names_of = {new: old for old, new in pairs.items()}
+    for new, fault in others.problems(names_of).items():
+        result.differences.append(Difference("object", fault, new, path=others.entries[new].path))
+        del pairs[names_of[new]]
+    for (old, value), (new, other) in zip(objects.compared(pairs), others.compared(pairs.values()), strict=True):
+        if value != other:
+            fault = f"has other bytes than that of the source in {objects.entries[old].path or source.opened.root}"
+            path = others.entries[new].path or target.opened.root
+            result.differences.append(Difference("object", fault, new, path=path))
 
 
 def _of_texts(source: Checkpoint, target: Checkpoint, tensor: Tensor, counterpart: Tensor) -> Iterator[Difference]:

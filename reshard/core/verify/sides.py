@@ -21,22 +21,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.core.model.checkpoint import Checkpoint, unreadable_in
+from reshard.core.model.digests import digest
 from reshard.core.model.facts import Opening
 from reshard.core.plan.changes import refuse_unused_changes
 from reshard.core.plan.inputs import Selection, derived
 from reshard.core.plan.select import select_listed
-from reshard.core.records.logs import digest
 from reshard.core.records.provenance import SourceRecord
 from reshard.core.records.schema import to_json
+from reshard.core.runs import iteration_at
 from reshard.core.storage.places import as_place
 from reshard.core.verify.recorded import noted_source, selection_in
 from reshard.core.verify.structure import refuse_deduplicated
 from reshard.errors import Faults, GoneError, Option, ReshardError, SourceError, Text, UsageError, joined, names
-from reshard.formats.open import made_at, read_headers
+from reshard.formats.made import made_at
+from reshard.formats.open import is_described, read_headers
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.openers import self_described
 from reshard.formats.reopen import reopen_target
-from reshard.formats.runs import iteration_at
 from reshard.strategy.names import matching, no_match
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def opened(
     """
     with options_of(what):
         unruled = strategy is None and not reading.get("layouts") and reading.get("stage") is None
-        if unruled and not self_described(as_place(path), reading.get("iteration")):
+        if unruled and not is_described(path):
             options = {name: value for name, value in reading.items() if name in {"rank_pattern", "suffix", "cipher"}}
             files, ranks, warnings, step, cipher = read_headers(path, **options)
             if len(set(ranks)) > 1:

@@ -33,9 +33,9 @@ from reshard.core.verify.structure import check_structure
 from reshard.core.verify.sums import check_carried, progress_callback, thread_count
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
-from reshard.formats.open import made_at
+from reshard.formats.made import made_at
 from reshard.formats.ranks.directories import leftovers, rank_of
-from reshard.formats.sets.names import read_index
+from reshard.kits.indexes import read_index
 from reshard.kits.safetensors_library import by_library, read_by_library, unread_by_library
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | 
     if any(file.index.sums is None for file in target.files):
         yield "notes (__metadata__)"
         yield _ALWAYS_UNCHECKED
-    if carried.nbytes and target.extras.described_by and target.extras.described_by != target.format:
+    if carried.nbytes and target.extras.described_by and target.extras.described_by != target.file_format:
         yield f"{target.extras.described_by}, which carries no checksum of itself"
 
 

@@ -20,7 +20,7 @@ from reshard.core.model.facts import Quantized
 from reshard.dtypes import E8M0
 from reshard.errors import Faults, Option, SourceError, Text, UsageError, names
 from reshard.expressions.model_config import config_path, quantizations, read_config
-from reshard.formats.sets.names import MODEL_CONFIG
+from reshard.kits.indexes import MODEL_CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

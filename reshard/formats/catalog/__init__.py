@@ -17,35 +17,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reshard.core.format import formats
+from reshard.core.listing import STEP_NAME, Listing
+from reshard.core.model.findings import Candidate, Findings
 from reshard.core.records.logs import DIRECTORY, unfinished
+from reshard.core.runs import checkpoint_of, final_name, is_iteration, iteration_of, run_at
 from reshard.core.storage.places import as_place
-from reshard.core.storage.small import read_small
 from reshard.errors import SourceError
-from reshard.formats.catalog.doubts import described_findings, store_findings
-from reshard.formats.catalog.findings import Candidate, Findings
-from reshard.formats.catalog.ranked import flat, forget_strategies, is_ranked, ranked
+from reshard.formats.catalog.files import single_files
 from reshard.formats.catalog.walk import listed
-from reshard.formats.directories import STEP_NAME, is_iteration
-from reshard.formats.openers import DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL, ZARR_LABEL, described
-from reshard.formats.orbax.steps import UNFINISHED
-from reshard.formats.ranks.directories import RANK_DIRECTORY
-from reshard.formats.runs import checkpoint_of, iteration_of, run_at
-from reshard.formats.sets.names import DCP_INDEX
-from reshard.formats.zarr.files import is_store, parse_metadata
-from reshard.formats.zarr.layout import METADATA
+from reshard.formats.ranks.completeness import forget_strategies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from reshard.core.model.findings import Directory, State
     from reshard.core.storage.places import AnyName, Place
-    from reshard.formats.catalog.findings import State
-    from reshard.formats.catalog.walk import Directory
-    from reshard.formats.openers import Opener
 
 _TEMPORARY = re.compile(
     r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL
 )
-_LARGEST_METADATA = 1 << 20
 _STEP = re.compile(rf"{STEP_NAME}(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)
 
 
@@ -132,7 +123,7 @@ def newest_complete(path: AnyName) -> tuple[StoredCheckpoint, list[StoredCheckpo
 def iterations_at(path: AnyName) -> list[StoredCheckpoint]:
     """Return the checkpoints of a run; [] for any other path."""
     root = as_place(path)
-    return stored_checkpoints(root) if run_at(root, root.names()) else []
+    return stored_checkpoints(root) if run_at(Listing(root)) else []
 
 
 def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -188,9 +179,9 @@ def _examined(candidate: Candidate, last: Mapping[str, Place], examine: Callable
 
 def _last(directory: Directory) -> Iterator[tuple[str, Place]]:
     """Yield the directory of each run, and the checkpoint that it names as its last."""
-    if run := run_at(directory.place, directory.names):
+    if run := run_at(Listing(directory.place, directory.names)):
         with suppress(SourceError):  # it names none
-            yield str(directory.place), checkpoint_of(directory.place, directory.names, run, None)
+            yield str(directory.place), checkpoint_of(run, None)
     for below in directory.below.values():
         yield from _last(below)
 
@@ -203,7 +194,7 @@ def _candidates(directory: Directory, temporary: str) -> Iterator[Candidate]:
         temporary: the name of the temporary directory that it is in; empty if it is in none.
     """
     name = directory.place.name
-    if _TEMPORARY.fullmatch(name) and UNFINISHED not in name:
+    if _TEMPORARY.fullmatch(name) and final_name(name) == name:
         temporary = name
     remaining = {*directory.below}
     for candidate, names in _here(directory):
@@ -213,7 +204,7 @@ def _candidates(directory: Directory, temporary: str) -> Iterator[Candidate]:
             examine = partial(Findings, "incomplete", f"{temporary} is the name of a temporary directory")
         yield replace(
             candidate,
-            step=candidate.step or _step(candidate.path, numbered=candidate.format == ORBAX_LABEL),
+            step=candidate.step or _step(candidate.path, numbered=candidate.is_numbered),
             examine=examine,
         )
     for name in sorted(remaining):
@@ -228,7 +219,7 @@ def _step(path: Place, *, numbered: bool) -> str:
         numbered: a number at the end of the name is the step, whatever is before it.
     """
     for directory in (path, path.parent):
-        name = directory.name.partition(UNFINISHED)[0]
+        name = final_name(directory.name)
         number = iteration_of(directory.parent / name, numbered=numbered or name.isdecimal())
         match = _STEP.fullmatch(name)
         if number is not None or match:
@@ -252,57 +243,21 @@ def _here(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
 def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
     """Yield the checkpoints in a directory itself that are not unfinished targets, as `_here` does."""
     root, names = directory.place, directory.names
-    store = is_store(names)
-    opener = None if store or run_at(root, names) else described(root, names)
-    if opener and opener.format == DCP_LABEL and opener.is_deep and _are_several(directory, opener):
-        return
-    zero = directory.below.get("zero")
-    if store:
-        examine = partial(store_findings, directory)
-        yield Candidate(root, ZARR_LABEL, "", [*directory.every_file()], examine), directory.below
-    elif opener:
-        files = [*directory.every_file()] if opener.is_deep else [*directory.files.values()]
-        examine = partial(described_findings, directory, opener)
-        confirm = partial(described_findings, directory, opener, opens=True) if opener.format == DCP_LABEL else None
-        yield Candidate(root, opener.format, "", files, examine, confirm), directory.below if opener.is_deep else ()
-    elif any(map(_is_array, directory.below.values())):
-        examine = partial(Findings, "incomplete", f"has arrays, and no {METADATA} of the store")
-        yield Candidate(root, ZARR_LABEL, "", [*directory.every_file()], examine), directory.below
-    elif DCP_INDEX in directory.files:
-        examine = partial(Findings, "incomplete", f"has only {DCP_INDEX} of a DCP, and no data")
-        yield Candidate(root, DCP_LABEL, "", [*directory.files.values()], examine), ()
-    elif not names and _STEP.fullmatch(root.name):
+    is_run = run_at(Listing(root, names)) is not None
+    asked = [each for each in formats(packages=True) if not (is_run and each.describes)]
+    for each in asked:
+        if found := [*each.listed(directory)]:
+            yield from found
+            return
+    for each in asked:
+        if reason := each.remains(directory):
+            candidate = each.candidate(directory, partial(Findings, "incomplete", reason))
+            yield candidate, directory.below if each.is_deep else ()
+            return
+    if not names and _STEP.fullmatch(root.name):
         yield Candidate(root, "", "", [], partial(Findings, "incomplete", "is an empty directory")), ()
-    elif zero and any("fp32.pt" in parameter.files for parameter in zero.below.values()):
-        examine = partial(Findings, "incomplete", "has no file of model states")
-        yield Candidate(root, UNIVERSAL_LABEL, "", [*directory.every_file()], examine), directory.below
-    elif is_ranked(directory):
-        ranks = [name for name in directory.below if RANK_DIRECTORY.fullmatch(name)]
-        yield from ((candidate, ranks) for candidate in ranked(directory))
-    else:
-        yield from ((candidate, ()) for candidate in flat(directory))
-
-
-def _is_array(directory: Directory) -> bool:
-    """Return whether a directory is an array of a zarr store, which is no checkpoint without its store."""
-    if METADATA not in directory.files:
-        return False
-    try:
-        raw = read_small(directory.place / METADATA, "metadata", _LARGEST_METADATA, SourceError)
-        return parse_metadata(directory.place / METADATA, raw).get("node_type") == "array"
-    except SourceError:
-        return False
-
-
-def _are_several(directory: Directory, opener: Opener) -> bool:
-    """Return whether the DCPs below a directory are not parts of one checkpoint."""
-    if any(map(_STEP.fullmatch, directory.below)):
-        return True
-    try:
-        opener.opens(contents=False)
-    except SourceError as error:
-        return "several-checkpoints" in error.codes
-    return False
+        return
+    yield from ((candidate, ()) for candidate in single_files(directory))
 
 
 def _unfinished(directory: Directory) -> tuple[Candidate, Iterable[str]] | None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from reshard.core.model.findings import Directory, FileStat
 from reshard.core.storage.base import similar
 from reshard.core.storage.places import LocalPath, RemotePath
 from reshard.core.storage.urls.listings import listings
@@ -24,48 +24,6 @@ if TYPE_CHECKING:
     from reshard.core.storage.places import Place
 
 _DEEPEST = 64
-
-
-class FileStat(NamedTuple):
-    """The size of a file in bytes, and the time of its last change in seconds since 1970; 0 if unknown."""
-
-    nbytes: int
-    modified: float
-
-
-@dataclass(slots=True, eq=False)
-class Directory:
-    """A directory below the root.
-
-    Attributes:
-        place: its path.
-        files: its files by name.
-        below: its subdirectories by name.
-        hidden: the names of its hidden subdirectories.
-        problem: why it cannot be listed; empty if it was.
-    """
-
-    place: Place
-    files: dict[str, FileStat] = field(default_factory=dict)
-    below: dict[str, Directory] = field(default_factory=dict)
-    hidden: list[str] = field(default_factory=list)
-    problem: str = ""
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of its entries."""
-        return [*self.files, *self.below, *self.hidden]
-
-    def every_directory(self) -> Iterator[Directory]:
-        """Yield itself, and the directories below it."""
-        yield self
-        for directory in self.below.values():
-            yield from directory.every_directory()
-
-    def every_file(self) -> Iterator[FileStat]:
-        """Yield its files, and those below it."""
-        for directory in self.every_directory():
-            yield from directory.files.values()
 
 
 @contextmanager

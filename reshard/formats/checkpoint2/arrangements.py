@@ -11,10 +11,11 @@ from reshard.core.layout.arrangement import Arranged, Arrangement
 from reshard.core.layout.layout import Layout
 from reshard.core.layout.mesh import Mesh
 from reshard.core.records.schema import Count  # noqa: TC001 -- `schema.read` evaluates annotations
+from reshard.core.runs import iteration_at
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError
-from reshard.formats.checkpoint2.metadata import METADATA, Metadata
-from reshard.formats.runs import iteration_at
+from reshard.formats.checkpoint2.metadata import Metadata
+from reshard.formats.checkpoint2.names import METADATA
 from reshard.strategy.strategy import MOST_RANKS
 
 if TYPE_CHECKING:

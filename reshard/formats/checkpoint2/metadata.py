@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from reshard.core.layout.block import Shape
     from reshard.core.storage.places import Place
 
-METADATA = "metadata.json"
-
 NUMBERS = 4
 """How many numbers locate a block: of the block, its file, its rank, and the group of ranks that hold it."""
 

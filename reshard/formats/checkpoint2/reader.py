@@ -24,14 +24,14 @@ from reshard.core.layout.block import Block, shape_text
 from reshard.core.model.assemble import assemble_whole, by_header, where
 from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor, TensorSpec, unreadable_in
 from reshard.core.model.facts import Extras
-from reshard.core.model.headers import indexed
-from reshard.core.model.listed import nothing_readable
 from reshard.core.model.probe import compare_contents
+from reshard.core.model.table import nothing_readable
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, SourceError, names
-from reshard.formats.checkpoint2.metadata import METADATA, NUMBERS, Described, Metadata
-from reshard.formats.directories import CHECKPOINT2
+from reshard.formats.checkpoint2.metadata import NUMBERS, Described, Metadata
+from reshard.formats.checkpoint2.names import COMMON, FILES, METADATA
+from reshard.kits.headers import indexed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from reshard.core.storage.places import Place
 
 NAME = "Checkpoint 2.0"
-COMMON = "common.json"
 
 _LARGEST = 1 << 20
 _NONE, _BLOCK, _WHOLE, _OTHER = range(4)  # the part of a tensor that a file has
@@ -73,7 +72,7 @@ def _whole(directory: Place, listing: set[str]) -> Checkpoint:
     """Open files of whole tensors, all of which must be present."""
     faults = Faults(str(directory))
     counts: dict[tuple[str, str], dict[int, set[int]]] = {}
-    for match in filter(None, map(CHECKPOINT2.files.fullmatch, listing)):
+    for match in filter(None, map(FILES.files.fullmatch, listing)):
         of_kind = counts.setdefault((match["prefix"], match["kind"]), {})
         of_kind.setdefault(int(match["count"]), set()).add(int(match["number"]))
     for (prefix, kind), by_count in counts.items():
@@ -99,27 +98,27 @@ def _whole(directory: Place, listing: set[str]) -> Checkpoint:
             path_of[name] = file.path
     faults.raise_if_any(SourceError)
     tensors = assemble_whole(str(directory), files, ranks, range(len(files)))
+    common, warnings = _common(directory)
     return Checkpoint(
-        str(directory), tensors, files, ranks, warnings=tuple(_health(directory)), unreadable=unreadable_in(files),
-        extras=Extras(NAME),
+        str(directory), tensors, files, ranks, warnings=tuple(warnings), unreadable=unreadable_in(files),
+        extras=Extras(NAME, common=common),
     )  # fmt: skip
 
 
-def _health(directory: Place) -> Iterator[str]:
-    """Yield warnings from `common.json`, such as that the training was not healthy."""
-    if not (directory / COMMON).is_file():
-        yield f"{directory} has no {COMMON}, so the step of the training is unknown"
-        return
+def _common(directory: Place) -> tuple[str, list[str]]:
+    """Return the contents of `common.json`, and warnings, such as that the training was not healthy."""
+    path = directory / COMMON
+    if not path.is_file():
+        return "", [f"{directory} has no {COMMON}, so the step of the training is unknown"]
+    raw = read_small(path, COMMON, _LARGEST, SourceError)
     try:
-        content = parse_json(read_small(directory / COMMON, COMMON, _LARGEST, SourceError), [])
+        content = parse_json(raw, [])
     except ValueError as error:
-        raise SourceError(f"{directory / COMMON} is not JSON", code="not-json", facts=[str(error)]) from None
+        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
     if not isinstance(content, dict):
-        raise SourceError(
-            f"{directory / COMMON} holds a JSON {type(content).__name__}; expected an object", code="wrong-type"
-        )
-    if content.get("ckpt_status") == 1:
-        yield f"{directory} was saved by a training that was not healthy (ckpt_status 1 in {COMMON})"
+        raise SourceError(f"{path} holds a JSON {type(content).__name__}; expected an object", code="wrong-type")
+    unhealthy = [f"{directory} was saved by a training that was not healthy (ckpt_status 1 in {COMMON})"]
+    return raw.decode(), unhealthy if content.get("ckpt_status") == 1 else []
 
 
 class _Cut(NamedTuple):
@@ -172,7 +171,7 @@ class _Joined:
     def _refuse_gaps(self) -> None:
         """Check that no file is missing, except all files of the optimizer together."""
         faults = Faults(str(self.directory))
-        matches = map(CHECKPOINT2.files.fullmatch, self.metadata.files)
+        matches = map(FILES.files.fullmatch, self.metadata.files)
         if self.missing != {match[0] for match in matches if match and match["kind"] == "opt"}:
             for name in self.missing:
                 faults.add(name, f"is missing; {METADATA} names it", code="missing-file", hint=COPY_AGAIN)
@@ -180,7 +179,7 @@ class _Joined:
 
     def checkpoint(self) -> Checkpoint:
         """Return the checkpoint."""
-        warnings = list(_health(self.directory))
+        common, warnings = _common(self.directory)
         if absent := self._absent():
             warnings.append(f"no file of the optimizer is there: {len(absent)} tensors are left out")
         for name, described in self.metadata.listed.items():
@@ -198,7 +197,7 @@ class _Joined:
         arrangement = Arrangement(self.arranged, range(devices), devices) if self.arranged else None
         return Checkpoint(
             str(self.directory), self.tensors, self.files, self.ranks, warnings=(*defects, *warnings),
-            unreadable=self.unreadable, extras=Extras(METADATA, arrangement, defects),
+            unreadable=self.unreadable, extras=Extras(METADATA, arrangement, defects, common=common),
         )  # fmt: skip
 
     def _defects(self) -> Iterator[str]:

@@ -25,18 +25,23 @@ from reshard.arguments import checked_fields
 from reshard.core.layout.arrangement import Arranged
 from reshard.core.layout.mesh import Mesh
 from reshard.core.model.entries import ShardFiles, wants
+from reshard.core.runs import iteration_of
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import as_place
-from reshard.core.storage.small import parse_json, read_small
-from reshard.core.target import TargetFile, literal
-from reshard.errors import LayoutError, Option, SourceError, Text, UsageError, names
-from reshard.formats.checkpoint2.metadata import METADATA
-from reshard.formats.checkpoint2.reader import COMMON
-from reshard.formats.directories import CHECKPOINT2, ORBAX, TRACKER
+from reshard.core.storage.small import parse_json
+from reshard.core.target import (
+    MAX_SHARD_BYTES,
+    MOST_STEPS,
+    TargetFile,
+    check_size,
+    check_step,
+    literal,
+    one_after_the_other,
+)
+from reshard.errors import LayoutError, Option, Text, UsageError, names
+from reshard.formats.checkpoint2.names import COMMON, FILES, METADATA
+from reshard.formats.dcp.names import TRACKER
 from reshard.formats.ranks.writer import Ranks, copied_whole
-from reshard.formats.runs import iteration_of
-from reshard.formats.sets.names import MAX_SHARD_BYTES, MOST_STEPS, check_size, check_step, one_after_the_other
-from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits import safetensors
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
 
@@ -61,7 +66,6 @@ _COMMON_KEYS = (
 """Keys of mindformers' `CommonInfo`, which refuses any other key."""
 
 _NEWER_KEYS = {"consumed_samples", "ckpt_status"}  # a training may leave these out, too
-_LARGEST_COMMON = 1 << 20
 _LONGEST_PREFIX = 200  # a file name may have 255 bytes
 _LARGEST_GROUP = 64
 _PLACE_BYTES = 250  # resident memory of making the metadata, for a rank that stores a block
@@ -126,10 +130,10 @@ class Checkpoint2:
             )  # fmt: skip
         prefix, common = self.prefix, self.common
         if prefix is None:
-            matches = (CHECKPOINT2.files.fullmatch(as_place(file.path).name) for file in source.files)
+            matches = (FILES.files.fullmatch(as_place(file.path).name) for file in source.files)
             prefix = next((match["prefix"].removesuffix("-") for match in matches if match), PREFIX)
         if common is None:
-            common = common_of(source)
+            common = _common(source)
         if common is None:
             common = json.dumps(dict.fromkeys(_COMMON_KEYS) | progress | {"global_step": step}, indent=4)
         return replace(self, step=step, prefix=prefix, common=common)
@@ -230,7 +234,7 @@ class Checkpoint2Target(Ranks):
         result = copied_whole(self._source, self._arrangement, self._items)
         common = _parse_common(self._layout.common or "{}")
         unknown = [key for key in _COMMON_KEYS if key not in _NEWER_KEYS and common.get(key) is None]
-        if unknown and self._layout.common != common_of(self._source):
+        if unknown and self._layout.common != _common(self._source):
             result += (f"{COMMON} says null for what is not known: {names(unknown)}",)
         if common.get("global_step") not in (None, self._layout.step):
             result += (
@@ -377,22 +381,6 @@ def _json(content: object) -> str:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
 
-def common_of(source: Checkpoint) -> str | None:
-    """Return the contents of `common.json` of a source or a zarr store, or None."""
-    if source.format == ZARR:
-        from reshard.formats.zarr.reader import store_notes  # not on every start
-
-        common = (store_notes(as_place(source.root)) or {}).get("common")
-        with suppress(ValueError):  # any program may have written it
-            if isinstance(common, str) and len(common) <= _LARGEST_COMMON and _parse_common(common):
-                return common
-        return None
-    path = as_place(source.root) / COMMON
-    if not source.extras.described_by or not path.is_file():
-        return None
-    return read_small(path, COMMON, _LARGEST_COMMON, SourceError).decode()
-
-
 def _parse_common(common: str) -> dict[str, Any]:
     """Parse `common.json`; raise `ValueError` if it is not a JSON object."""
     parsed = parse_json(common.encode(), [])
@@ -401,14 +389,23 @@ def _parse_common(common: str) -> dict[str, Any]:
     return parsed
 
 
+def _common(source: Checkpoint) -> str | None:
+    """Return the contents of `common.json` of a source, or of the one that a store was made of; None without it."""
+    with suppress(ValueError):  # any program may have written a store
+        if source.extras.common and _parse_common(source.extras.common):
+            return source.extras.common
+    return None
+
+
 def _iteration(source: Checkpoint) -> int | None:
     """Return the steps done, by the directory name, `common.json` or a DCP, or None."""
-    has_metadata = source.extras.described_by and source.format != ZARR
-    if has_metadata and (number := iteration_of(as_place(source.root), numbered=source.format == ORBAX)) is not None:
-        return number
-    from reshard.formats.dcp.objects import iteration  # not on every start
+    if source.extras.described_by and source.format is not None and source.format.has_steps:
+        number = iteration_of(as_place(source.root), numbered=source.format.is_numbered)
+        if number is not None:
+            return number
+    from reshard.kits.torch.objects import iteration  # not on every start
 
-    common = common_of(source)
+    common = _common(source)
     step = _parse_common(common).get("global_step") if common else iteration(source)
     return step if type(step) is int and 0 <= step < MOST_STEPS else None
 

@@ -16,13 +16,14 @@ from reshard.core.layout.block import Block, is_possible, shape_text
 from reshard.core.model.checkpoint import Checkpoint, TensorSpec
 from reshard.core.model.entries import Extent
 from reshard.core.model.facts import Extras
-from reshard.core.model.headers import read_indexes
-from reshard.core.model.listed import BlockList, nothing_readable
 from reshard.core.model.probe import compare_contents
+from reshard.core.model.table import Blocks, nothing_readable
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json
 from reshard.errors import Faults, SourceError, names
-from reshard.formats.directories import BLOCKS, SHARDING_INFO
+from reshard.formats.dcp.names import BLOCKS
+from reshard.kits.headers import read_indexes
+from reshard.kits.safetensors import SHARDING_INFO
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal
             block = offsets[name], entry.dtype, entry.shape, Extent(number, entry.runs)
             blocks.setdefault(name, []).append(block)
     faults.raise_if_any(SourceError)
-    assembler = BlockList()
+    assembler = Blocks()
     tensors: dict[str, Tensor] = {}
     for name in [name for name in blocks if name not in unreadable]:
         try:
@@ -141,7 +142,7 @@ def _offsets(file: SourceFile, faults: Faults) -> dict[str, Shape]:
     return result
 
 
-def _tensor(name: str, stored: Sequence[tuple[Shape, DType, Shape, Extent]], assembler: BlockList) -> Tensor:
+def _tensor(name: str, stored: Sequence[tuple[Shape, DType, Shape, Extent]], assembler: Blocks) -> Tensor:
     """Return a tensor; raise `SourceError` if its blocks do not form one."""
     dtypes = {dtype.name: dtype for _, dtype, _, _ in stored}
     dims = {len(offsets) for offsets, *_ in stored}

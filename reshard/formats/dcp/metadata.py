@@ -7,13 +7,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import LONGEST_NAME, is_possible, shape_text
+from reshard.core.listing import Listing
 from reshard.core.model.entries import RangeReader
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import is_text
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, names
-from reshard.formats.directories import DCP, DCP_FILES, DCP_OF_RANK
-from reshard.formats.sets.names import DCP_INDEX
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_OF_RANK, FILES
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe, numbers, unpickled
 from reshard.strategy.names import ranks_text
 
@@ -273,7 +273,7 @@ def _files_in(directory: Place, listing: Sequence[str]) -> list[str]:
     if firsts == [DCP_INDEX]:
         return firsts
     if not by_kind:
-        fact = f"{DCP.shown_by(directory, sorted(listing))} {DCP.problem}"
+        fact = f"{FILES.shown_by(Listing(directory, sorted(listing)))} {FILES.problem}"
         raise SourceError(
             f"{directory} has no {DCP_INDEX}, which is written last; saving it was interrupted",
             code="unfinished",

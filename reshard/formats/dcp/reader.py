@@ -31,10 +31,9 @@ from reshard.core.layout.block import Block, flat_boxes, shape_text
 from reshard.core.model.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.core.model.entries import Extent, FileIndex, RangeReader
 from reshard.core.model.facts import Extras, Object
-from reshard.core.model.headers import read_indexes
-from reshard.core.model.listed import BlockList, nothing_readable
 from reshard.core.model.probe import compare_contents
 from reshard.core.model.reshape import laid
+from reshard.core.model.table import Blocks, nothing_readable
 from reshard.core.storage.base import COPY_AGAIN, truncated_text
 from reshard.core.storage.places import any_store, workers_at
 from reshard.core.storage.threads import map_ordered
@@ -43,9 +42,9 @@ from reshard.errors import Faults, SourceError, names
 from reshard.formats.dcp.hf_blocks import without_notes
 from reshard.formats.dcp.items import Span, read_items
 from reshard.formats.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
-from reshard.formats.directories import DCP_FILES
-from reshard.formats.sets.names import DCP_INDEX, DCP_ITEMS
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS
 from reshard.kits import safetensors
+from reshard.kits.headers import read_indexes
 from reshard.kits.torch.archive import Archives, ZipPart
 from reshard.kits.torch.pickles import describe
 
@@ -86,7 +85,7 @@ def open_dcp(directory: Place, listing: Sequence[str], *, contents: bool | Liter
 def _checkpoint(directory: Place, listing: Sequence[str], metadata: DCPMetadata) -> Checkpoint:
     """Return the checkpoint that metadata and files describe."""
     files = _DCPFiles(directory, listing, metadata)
-    block_list = BlockList()
+    block_list = Blocks()
     tensors: dict[str, Tensor] = {}
     unreadable: dict[str, str] = {}
     for name, declared in metadata.tensors.items():
@@ -123,7 +122,7 @@ def _arguments(megatron_files: Mapping[str, Object], objects: Mapping[str, Objec
     """Return what Megatron-LM states of the training; {} if another program saved the tensors."""
     if not megatron_files:
         return {}
-    from reshard.formats.dcp.objects import arguments_in  # not on every start
+    from reshard.kits.torch.objects import arguments_in  # not on every start
 
     return arguments_in(megatron_files, objects)
 
@@ -334,9 +333,7 @@ def _has_header(path: Place, items: Sequence[Item]) -> bool:
     return safetensors.recognizes(reader.upto(0, 16), reader.size)
 
 
-def _tensor(
-    name: str, declared: DeclaredTensor, metadata: DCPMetadata, files: _DCPFiles, block_list: BlockList
-) -> Tensor:
+def _tensor(name: str, declared: DeclaredTensor, metadata: DCPMetadata, files: _DCPFiles, block_list: Blocks) -> Tensor:
     """Return a tensor; raise `SourceError` if it cannot be read."""
     blocks = []
     dtypes = {declared.dtype: BY_NAME[declared.dtype]} if declared.dtype else {}

@@ -20,21 +20,21 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block, cover_fault, shape_text
+from reshard.core.listing import Listing
 from reshard.core.model.entries import FileLayout
 from reshard.core.model.holdings import leave_out
+from reshard.core.model.objects import problems
 from reshard.core.storage.places import as_place, can
-from reshard.core.target import Destination, TargetFile, literal
+from reshard.core.target import Target, TargetFile, literal
 from reshard.dtypes import BY_NAME
 from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
 from reshard.formats.dcp.carried import old_names, read_carried
 from reshard.formats.dcp.metadata import WHOLE_SHAPE, DCPMetadata
-from reshard.formats.dcp.nesting import check_nesting, followed, without_gaps
-from reshard.formats.dcp.objects import problems
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, FILES, parts_below
 from reshard.formats.dcp.reader import rank_of
 from reshard.formats.dcp.writer import DCPTarget
-from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
-from reshard.formats.directories import DCP, DCP_FILES, parts_below
-from reshard.formats.sets.names import DCP_INDEX, DCP_ITEMS, DCP_NAME
+from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, check_nesting, followed, metadata, without_gaps
+from reshard.formats.kinds import DCP_NAME
 from reshard.kits.torch.saved_tensors import torch_dtype
 from reshard.strategy.names import matches, omitted, optimizer_states
 
@@ -55,7 +55,7 @@ _ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")
 _COPY = "make a copy, without links"
 
 
-class Relinked(Destination):
+class Relinked(Target):
     """A DCP that links to another DCP, or to several that were opened as one.
 
     Attributes:
@@ -143,8 +143,8 @@ def _metadata_of(source: Checkpoint) -> tuple[Place, DCPMetadata]:
     directory = as_place(source.root)
     if not can(source.root).positioned:
         raise UsageError(f"no file can be linked at a URL such as {directory}", code="not-linkable", hint=_COPY)
-    if source.format != DCP_ITEMS:
-        problem = f"has {source.format} files, which hold names" if source.extras.described_by else "is not a DCP"
+    if source.file_format != DCP_ITEMS:
+        problem = f"has {source.file_format} files, which hold names" if source.extras.described_by else "is not a DCP"
         raise UsageError(
             f"{directory} {problem}",
             code="not-a-dcp",
@@ -152,7 +152,7 @@ def _metadata_of(source: Checkpoint) -> tuple[Place, DCPMetadata]:
             hint=_COPY,
         )
     entries = directory.names()
-    if not DCP.shown_by(directory, entries):
+    if not FILES.shown_by(Listing(directory, entries)):
         entries = parts_below(directory, entries)
     return directory, DCPMetadata(directory, entries)
 

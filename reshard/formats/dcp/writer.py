@@ -21,14 +21,13 @@ from reshard.core.layout.block import Block
 from reshard.core.layout.grid import Grid
 from reshard.core.layout.replicas import by_size
 from reshard.core.model.entries import Content, Crc, FileLayout
-from reshard.core.target import Destination, TargetBlocks, TargetFile, literal
+from reshard.core.target import Target, TargetBlocks, TargetFile, literal
 from reshard.errors import UsageError
-from reshard.formats.dcp.carried import Carried
-from reshard.formats.dcp.megatron_core import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
+from reshard.formats.dcp.carried import HOW_TO_LOAD, Carried, check_objects, files_beside, is_for_megatron
+from reshard.formats.dcp.names import DCP_INDEX, TRACKER
 from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
-from reshard.formats.directories import TRACKER
+from reshard.formats.kinds import DCP_NAME
 from reshard.formats.ranks.writer import fitted
-from reshard.formats.sets.names import DCP_INDEX, DCP_NAME
 from reshard.kits.torch.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class _FileKey(NamedTuple):
         return f"__{self.rank}_{self.part}.distcp"
 
 
-class DCPTarget(Destination):
+class DCPTarget(Target):
     """The files of a distributed checkpoint."""
 
     format = DCP_NAME

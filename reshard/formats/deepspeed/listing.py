@@ -19,7 +19,7 @@ from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.places import workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
-from reshard.formats.directories import EXPERT_STATES, MODEL_STATES, OPTIM_STATES
+from reshard.formats.deepspeed.names import EXPERT_STATES, MODEL_STATES, OPTIM_STATES
 from reshard.kits.torch.file import TorchFile
 from reshard.strategy.names import ranks_text
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.errors import SourceError
+from reshard.formats.deepspeed.names import MODEL_STATES
 from reshard.formats.deepspeed.pickled import flat, shapes, table, whole_number
-from reshard.formats.directories import MODEL_STATES
 from reshard.kits.torch.dtensors import is_tensor
 from reshard.kits.torch.pickles import Pairs, describe
 from reshard.kits.torch.tensors import rebuilt

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reshard.core.model.entries import Entry
     from reshard.core.storage.base import ReadStore, Want
     from reshard.dtypes import DType
-    from reshard.formats.deepspeed.flat import Flat
+    from reshard.formats.deepspeed.buffers import Flat
     from reshard.formats.deepspeed.model import ModelStates
     from reshard.kits.torch.file import Storage, TorchFile
     from reshard.kits.torch.tensors import Rebuilt

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.core.model.checkpoint import Checkpoint, Shard, TensorSpec
 from reshard.core.model.facts import Extras, Object, Opening
-from reshard.core.model.listed import nothing_readable
 from reshard.core.model.reshape import Shared
+from reshard.core.model.table import nothing_readable
 from reshard.errors import SourceError, StrategyError
 from reshard.formats.deepspeed.buffers import RankBuffers
 from reshard.formats.deepspeed.listing import checkpoint_files, read_files
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Tensor
     from reshard.core.storage.places import Place
-    from reshard.formats.deepspeed.flat import Flat
+    from reshard.formats.deepspeed.buffers import Flat
     from reshard.formats.deepspeed.listing import PartFiles
     from reshard.kits.torch.file import FileTensor, TorchFile
 

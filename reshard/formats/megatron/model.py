@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from reshard.core.storage.places import Place
     from reshard.formats.torch_save.saves import Contents
-    from reshard.kits.megatron.arguments import Arguments
     from reshard.kits.torch.file import FileTensor
+    from reshard.kits.training.arguments import Arguments
 
 OF_MODEL = re.compile(r"(?:language_model\.)?(?:embedding|encoder|decoder|transformer|output_layer|mtp)\.")
 """The beginnings of names whose sizes are in the arguments."""

@@ -22,22 +22,22 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from reshard.core.runs import iteration_of
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.places import workers_at
 from reshard.core.storage.small import is_text
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
-from reshard.formats.directories import MEGATRON_RANKS, RELEASE
 from reshard.formats.megatron.model import OF_MODEL, Model, Rank, RankModel, expert_parts
-from reshard.formats.runs import iteration_of
+from reshard.formats.megatron.names import RANKS, RELEASE
 from reshard.formats.torch_save.saves import TensorFinder, kind_of, read_state_dict
-from reshard.kits.megatron.arguments import Arguments, shape_of
-from reshard.kits.megatron.pickled import stated_in
 from reshard.kits.parts.cuts import Cuts
 from reshard.kits.parts.joining import JoinedParts, check_shapes, join, opened
 from reshard.kits.torch.dtensors import Tensors
 from reshard.kits.torch.file import TorchFile
 from reshard.kits.torch.pickles import Pairs
+from reshard.kits.training.arguments import Arguments, shape_of
+from reshard.kits.training.pickled import stated_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -163,7 +163,7 @@ def _locations(directory: Place, listing: Sequence[str]) -> tuple[list[tuple[_Nu
             inside.setdefault(parts[0], set()).add(parts[1])
     locations: list[tuple[_Numbers, Place]] = []
     states: set[str] = set()
-    for match in filter(None, map(MEGATRON_RANKS.files.fullmatch, sorted(listing))):
+    for match in filter(None, map(RANKS.files.fullmatch, sorted(listing))):
         present = inside.get(match[0], set())
         states |= present.intersection(_STATES)
         if name := next((name for name in _FILES if name in present), None):

@@ -15,16 +15,15 @@ from reshard.core.layout.block import Block
 from reshard.core.model.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.core.model.entries import Entry, Extent, FileIndex
 from reshard.core.model.facts import Extras, Object
-from reshard.core.model.listed import nothing_readable
 from reshard.core.model.reshape import Shared
+from reshard.core.model.table import nothing_readable
 from reshard.core.storage.places import as_place
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
-from reshard.formats.directories import ORBAX
 from reshard.formats.orbax.array_blocks import ArrayBlocks, ChunkDecoding, read_metadata
 from reshard.formats.orbax.item_values import ItemValues
 from reshard.formats.orbax.sharding import SHARDING, arrangement, read_shardings
-from reshard.formats.orbax.steps import MANIFEST, METADATA, items_of, unfinished_reason
+from reshard.formats.orbax.steps import MANIFEST, METADATA, ORBAX, items_of, unfinished_reason
 from reshard.formats.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
 from reshard.formats.zarr.files import strings
 from reshard.formats.zarr.layout import METADATA as METADATA_V3

@@ -15,7 +15,11 @@ from reshard.errors import SourceError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from reshard.core.listing import Listing
     from reshard.core.storage.places import Place
+
+ORBAX = "orbax"
+"""The name of the format of files."""
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 """In the name of an unfinished step or item; in older versions a time follows."""
@@ -42,11 +46,11 @@ def is_item(listing: Iterable[str]) -> bool:
     return bool(listing & {METADATA, MANIFEST}) or any(map(PROCESS.fullmatch, listing))
 
 
-def shown_orbax(directory: Place, listing: Collection[str]) -> Collection[str]:
-    """Return `listing` if it is of a step or an item of Orbax, else ()."""
-    if is_item(listing) or STEP_METADATA in listing:
-        return listing
-    return listing if any(is_item((directory / name).names()) for name in sorted(_ITEMS.intersection(listing))) else ()
+def is_orbax(here: Listing) -> bool:
+    """Return whether a directory is a step or an item of Orbax."""
+    if is_item(here.names) or STEP_METADATA in here.names:
+        return True
+    return any(is_item(here.below(name).names) for name in sorted(_ITEMS.intersection(here.names)))
 
 
 def unfinished_reason(directory: Place, listing: Collection[str]) -> str:

@@ -12,21 +12,12 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from reshard.core.listing import Listing
 from reshard.core.storage.base import PARTIAL, reading, similar
 from reshard.errors import Option, SourceError, Text, names
-from reshard.formats.directories import (
-    DIRECTORY_FORMATS,
-    FOREIGN,
-    FOREIGN_FILES,
-    PARTS,
-    RUNS,
-    SAVE_EXTENSIONS,
-    SAVED_PARTS,
-    TRAINER_FILES,
-    refuse_directory,
-    refuse_one_of_several,
-)
+from reshard.formats.parts import all_parts, refuse_directory, refuse_one_of_several
 from reshard.kits.files import is_save
+from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -214,9 +205,9 @@ def _refuse_directory_formats(
     if not files or root in inside:
         inside[root] = [path.name for path in root.iterdir()]
     for directory, file_names in inside.items():
-        accepted = [RUNS, *SAVED_PARTS, *FOREIGN_FILES] if files else [*FOREIGN] if has_below else []
-        accepted += [PARTS] if by_rank and len(file_names) == 1 else []
-        refuse_directory(directory, file_names, besides=accepted)
+        accepted = ["alone"] if files else ["foreign"] if has_below else []
+        accepted += ["others"] if by_rank and len(file_names) == 1 else []
+        refuse_directory(directory, file_names, *accepted)
 
 
 def leftovers(root: Place) -> list[str]:
@@ -242,8 +233,9 @@ def checkpoints_below(root: Place) -> list[str]:
 
 def _is_checkpoint(directory: Place) -> bool:
     """Return whether a directory has rank directories or files of a checkpoint of any format."""
-    entries = directory.names()
-    has_format = any(format_.shown_by(directory, entries) for format_ in DIRECTORY_FORMATS if format_ not in FOREIGN)
+    here = Listing(directory)
+    entries = here.names
+    has_format = any(each.shown_by(here) for each in all_parts() if "foreign" not in each.when)
     saves = (name for name in entries if Path(name).suffix in SAVE_EXTENSIONS and not TRAINER_FILES.fullmatch(name))
     return has_format or "rank_0" in entries or any(saves) or any(is_checkpoint_name(directory / n) for n in entries)
 

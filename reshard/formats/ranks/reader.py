@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.core.layout.layout import Layout
-from reshard.core.model.headers import indexed, key_of
+from reshard.core.listing import RANK_PATTERN
 from reshard.core.records.made import made_of
 from reshard.core.storage.places import AnyName, Place, as_place
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
-from reshard.formats.directories import is_later_part
-from reshard.formats.ranks.directories import RANK_PATTERN, rank_of
-from reshard.strategy.files import read_strategy
+from reshard.formats.parts import is_later_part
+from reshard.formats.ranks.directories import rank_of
+from reshard.kits.headers import indexed, key_of
 from reshard.strategy.names import ALL_STAGES, check_layouts, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy
 
@@ -273,32 +273,6 @@ def with_rules(
             if layout and name == pattern and any(placed.layout.splits == layout.splits for placed in before):
                 confirmed.add(name)
     return Ruled(result, ruled, confirmed)
-
-
-def rules_over_parts(
-    strategy: Strategy | AnyName | None, layouts: Mapping[str, str] | None
-) -> Mapping[str, str] | None:
-    """Return how the user says that tensor-parallel parts are cut, as rules over the parts; None for nothing.
-
-    Args:
-        strategy: as for `reshard.open`; its devices are the parts.
-        layouts: rules by name or glob, which win over the strategy.
-
-    Raises:
-        StrategyError: the strategy cannot be read, or a layout cannot be written as a rule.
-    """
-    if strategy is None:
-        return dict(layouts) if layouts else None
-    if not isinstance(strategy, Strategy):
-        strategy = read_strategy(strategy)
-    rules = {}
-    for name, (placed, *_) in strategy.tensors.items():
-        rules[name] = str(placed.layout)
-        if placed.expanded or placed.layout.param_split_shape or placed.layout.field:
-            raise StrategyError(
-                f"the layout of {name!r} is uneven, interleaved or of an unknown shape", code="unsupported-layout"
-            )
-    return {**rules, **(layouts or {})}
 
 
 def refuse_other_strategy(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block
 from reshard.core.model.entries import Content, FileLayout
-from reshard.core.target import Destination, TargetBlocks, TargetFile, merged_notes
+from reshard.core.target import Target, TargetBlocks, TargetFile, merged_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from reshard.core.target import Assigned, TargetTensor
 
 
-class SameFiles(Destination):
-    """A `Destination` that writes each source file again in another format.
+class SameFiles(Target):
+    """A `Target` that writes each source file again in another format.
 
     Names are local to each file, so that tensors of several files may have the same name; the tensors of the n-th file
     are in `items[n]`, and go to `paths[n]`.
@@ -40,7 +40,7 @@ class SameFiles(Destination):
         self._lay_out = written.lay_out
         self._wanted: dict[tuple[Shape, int], TargetBlocks] = {}
 
-    def cuts(self, name: str) -> bool:  # noqa: ARG002 -- as in Destination
+    def cuts(self, name: str) -> bool:  # noqa: ARG002 -- as in Target
         """Return True: a file has one copy of a tensor."""
         return True
 
@@ -52,7 +52,7 @@ class SameFiles(Destination):
             self._wanted[key] = TargetBlocks((Block.whole(key[0]),), ((at.file,),))
         return self._wanted[key]
 
-    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Target
         """Lay out every file; those with equal contents share a layout."""
         layouts: dict[tuple[tuple[Content, ...], tuple[tuple[str, str], ...]], FileLayout] = {}
         shared: dict[Content, Content] = {}

@@ -1,6 +1,6 @@
 """The files of the ranks of a strategy, or of one rank of whole tensors.
 
-They are in rank directories, have explicit names, or form a set (`formats.sets.names`).
+They are in rank directories, have explicit names, or form a set (`formats.sets.options`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from reshard.core.layout.block import Block, shape_text
 from reshard.core.layout.replicas import stored_once
 from reshard.core.model.entries import Content, FileLayout, ShardFiles, SizedTensor
-from reshard.core.target import Destination, TargetBlocks, TargetFile, literal, merged_notes
+from reshard.core.target import MAX_SHARD_BYTES, Target, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import LayoutError, UsageError, names
-from reshard.formats.sets.names import MAX_SHARD_BYTES, HuggingFaceSet, MindSporeSet
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.kits.files import by_name
 from reshard.strategy.names import is_training_state, ranks_text
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reshard.errors import Faults
 
 
-class Ranks(Destination):
+class Ranks(Target):
     """The files of the ranks of a target."""
 
     def __init__(self, inputs: TargetInputs) -> None:

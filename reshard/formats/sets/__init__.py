@@ -1,1 +1,97 @@
 """Unified sets: whole tensors in files of limited size, and an index of them."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING
+
+from reshard.core.format import Format, Found
+from reshard.core.listing import FileNames
+from reshard.core.model.findings import Findings, doubted, of_error
+from reshard.errors import SourceError
+from reshard.formats.ranks import TAKEN
+from reshard.kits.indexes import set_indexes, set_word
+from reshard.kits.torch.names import with_trainer_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from reshard.core.listing import Contents, Listing, OpenOptions
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.findings import Candidate, Directory
+    from reshard.core.target import Target
+
+_ADVICE = "get the other files and their index, param_name_map.json or model.safetensors.index.json"
+SHARDS = FileNames(
+    re.compile(r"(?:.+[-_.])?\d{5,}-of-(?!0*1\.)\d{5,}\.(?:safetensors|ckpt)"),
+    "is one of the shards of a unified set",
+    _ADVICE,
+)
+PARTS = FileNames(
+    re.compile(r"(?:part\d+|hyper_param)\.(?:safetensors|ckpt)"),
+    "is one of the parts of a unified set",
+    f"{_ADVICE}, or rename a file that has all of a model",
+    when=frozenset({"others"}),
+)
+"""Recognised by short names, which a rank's only file may have too."""
+
+
+class Set(Format):
+    """A set with an index."""
+
+    extends = ("ranks",)
+    takes = TAKEN
+    describes = False
+
+    @property
+    def target(self) -> type[Target]:
+        """See `Format`."""
+        from reshard.formats.ranks.writer import Ranks
+
+        return Ranks
+
+    def find(self, here: Listing) -> Found | None:
+        """See `Format`."""
+        indexes = set_indexes(here.names)
+        return Found(self, here, indexes) if indexes and set_word(indexes[0]) == self.name else None
+
+    def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:
+        """See `Format`."""
+        from reshard.formats.ranks.opening import open_ranks
+
+        return open_ranks(found.place, options, names=found.here.names, contents=contents)
+
+    def listed(self, tree: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
+        """See `Format`."""
+        if (indexes := set_indexes(tree.files)) and set_word(indexes[0]) == self.name:
+            yield self.candidate(tree, partial(with_trainer_files, tree, partial(_findings, tree))), ()
+
+
+class HuggingFace(Set):
+    """The files and the index of transformers, diffusers and PEFT."""
+
+    name = "hf"
+    title = "hf set"
+    parts = (SHARDS,)
+
+
+class MindSpore(Set):
+    """The files and the map of MindSpore's unified checkpoints."""
+
+    name = "mindspore"
+    title = "mindspore set"
+    parts = (PARTS,)
+
+
+def _findings(tree: Directory) -> Findings:
+    from reshard.core.listing import OpenOptions
+    from reshard.formats.ranks.opening import read_files
+
+    try:
+        return doubted(read_files(tree.place, OpenOptions(), names=tree.names).warnings, tree.place)
+    except SourceError as error:
+        return of_error(error, tree.place)
+
+
+FORMATS = (HuggingFace(), MindSpore())

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.errors import SourceError, names
-from reshard.formats.directories import SAVED_SET
-from reshard.formats.sets.names import SAVED_INDEX, check_members, read_index
+from reshard.formats.torch_save.names import SAVED_SET
 from reshard.formats.torch_save.saves import File, joined, read_files
+from reshard.kits.indexes import SAVED_INDEX, check_members, read_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

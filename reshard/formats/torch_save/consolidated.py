@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, SourceError
-from reshard.formats.directories import CONSOLIDATED
+from reshard.formats.torch_save.names import CONSOLIDATED
 from reshard.formats.torch_save.saves import File, read_files
 from reshard.kits.parts.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
 from reshard.kits.parts.joining import check_shapes, join, opened

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from reshard.core.layout.block import LONGEST_NAME, shape_text
 from reshard.core.model.checkpoint import Checkpoint, SourceFile, TensorSpec
 from reshard.core.model.facts import Extras, Object
-from reshard.core.model.listed import BlockList, common_dtype, nothing_readable
 from reshard.core.model.probe import compare_contents
+from reshard.core.model.table import Blocks, common_dtype, nothing_readable
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.places import workers_at
 from reshard.core.storage.small import is_text
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
-from reshard.formats.directories import SAVES
-from reshard.kits.megatron.arguments import RANK_SIZES
-from reshard.kits.megatron.pickled import stated_in
+from reshard.formats.torch_save.names import SAVES
 from reshard.kits.torch.dtensors import Tensors, is_tensor
 from reshard.kits.torch.file import NAME, FileTensor, TorchFile
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe
+from reshard.kits.training.arguments import RANK_SIZES
+from reshard.kits.training.pickled import stated_in
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def joined(
     unreadable |= dict.fromkeys(
         tensors_by_name.keys() & objects.keys(), "is a tensor in some files, and none in others"
     )
-    block_list = BlockList()
+    block_list = Blocks()
     tensors: dict[str, Tensor] = {}
     for name, rank_tensors in tensors_by_name.items():
         try:
@@ -240,7 +240,7 @@ def joined(
 
 
 def _tensor(
-    name: str, rank_tensors: Sequence[tuple[int, RankTensor, int]], ranks: Sequence[int], block_list: BlockList
+    name: str, rank_tensors: Sequence[tuple[int, RankTensor, int]], ranks: Sequence[int], block_list: Blocks
 ) -> Tensor:
     """Return a tensor; raise `SourceError` if its parts in the files do not fit together."""
     dtype = common_dtype(rank_tensor.local.dtype for _, rank_tensor, _ in rank_tensors)

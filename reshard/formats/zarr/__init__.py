@@ -1,1 +1,101 @@
 """Stores of zarr."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from reshard.core.format import Format, Found
+from reshard.core.model.findings import Findings, by_opening
+from reshard.core.storage.small import read_small
+from reshard.errors import SourceError
+from reshard.formats.zarr.files import is_of_store, is_store, parse_metadata
+from reshard.formats.zarr.layout import METADATA, NAME
+
+if TYPE_CHECKING:
+    from reshard.core.listing import Contents, Listing, OpenOptions
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.findings import Directory
+    from reshard.core.model.objects import Objects
+    from reshard.core.target import Target
+
+_LARGEST_METADATA = 1 << 20
+
+
+class Zarr(Format):
+    """A group of arrays."""
+
+    name = NAME
+    title = "zarr"
+    is_deep = True
+    block_bytes = 650
+    carries = True
+    has_steps = False
+
+    @property
+    def target(self) -> type[Target]:
+        """See `Format`."""
+        from reshard.formats.zarr.writer import ZarrStore
+
+        return ZarrStore
+
+    def find(self, here: Listing) -> Found | None:
+        """See `Format`."""
+        return Found(self, here) if is_store(here.names) else None
+
+    def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:  # noqa: ARG002 -- it takes none
+        """See `Format`."""
+        from reshard.formats.zarr.reader import open_store
+
+        return open_store(found.place, contents=contents)
+
+    def marks(self, name: str) -> bool:
+        """See `Format`."""
+        return is_of_store(name)
+
+    def remains(self, tree: Directory) -> str:
+        """See `Format`."""
+        return f"has arrays, and no {METADATA} of the store" if any(map(_is_array, tree.below.values())) else ""
+
+    def complete(self, found: Found, tree: Directory) -> Findings:
+        """See `Format`. In a store of another program, chunks may be absent."""
+        from reshard.core.records.made import made_of
+        from reshard.formats.zarr.reader import store_notes
+
+        def doubt(checkpoint: Checkpoint) -> str:
+            if not store_notes(tree.place):
+                return "an absent chunk of a zarr store stands for its fill value"
+            try:
+                recorded = made_of(tree.place)
+            except SourceError as error:
+                return error.message
+            return "" if recorded and recorded.is_as_noted() else encoded_files(tree, checkpoint)
+
+        return by_opening(partial(found.open, contents=False), tree.place, doubt)
+
+    def objects(self, checkpoint: Checkpoint) -> Objects:
+        """See `Format`."""
+        from reshard.kits.torch.objects import SavedObjects
+
+        return SavedObjects(checkpoint)
+
+
+def _is_array(tree: Directory) -> bool:
+    """Return whether a directory is an array, which is no checkpoint without its store."""
+    if METADATA not in tree.files:
+        return False
+    try:
+        raw = read_small(tree.place / METADATA, "metadata", _LARGEST_METADATA, SourceError)
+        return parse_metadata(tree.place / METADATA, raw).get("node_type") == "array"
+    except SourceError:
+        return False
+
+
+def encoded_files(tree: Directory, checkpoint: Checkpoint) -> str:
+    """Return why truncated chunks would not be noticed, or "": the lengths of encoded files are recorded nowhere."""
+    if checkpoint.coding is None or not any(any(map(is_of_store, each.files)) for each in tree.every_directory()):
+        return ""
+    return "its chunks are compressed, so that their sizes do not show whether they are whole"
+
+
+FORMATS = (Zarr(),)

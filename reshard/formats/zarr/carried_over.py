@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.formats.dcp.carried import old_names, read_carried
-from reshard.formats.dcp.nesting import followed
+from reshard.formats.dcp.written_metadata import followed
 from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.formats.zarr.carried import CarriedBytes
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import reshard.formats.zarr.layout as zarr
 from reshard.core.layout.block import Block, shape_text
 from reshard.core.model.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
 from reshard.core.model.entries import Entry, Extent, FileIndex
@@ -28,7 +29,6 @@ from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
 from reshard.formats.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON
-from reshard.formats.zarr import layout as zarr
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.carried import CHUNK, KINDS, parse
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _DEEPEST = 32
 _MOST_HELD = 64 << 20  # bytes of decoded chunks in a thread's cache, or one chunk
 
+_LARGEST_COMMON = 1 << 20
 _CHUNKS = FileIndex(zarr.NAME, {})
 """The index of a file of chunks: it is empty, since only the array's metadata describe the chunks."""
 
@@ -128,7 +129,7 @@ class _Store:
         self.held_bytes = 0
         self.opening_bytes = 0
         self.absent: dict[str, int] = {}
-        self.extras = Extras(METADATA)
+        self.extras = Extras(METADATA, common=_common(notes))
 
     def checkpoint(self, root: str, arrays: Iterable[_ArrayInStore]) -> Checkpoint:
         """Return the store as a checkpoint of one rank."""
@@ -176,7 +177,7 @@ class _Store:
                 if depth < _DEEPEST:
                     yield from self.arrays(path, depth + 1)
             elif path == self.base / CARRIED:
-                self.extras = self._carried(path, own_notes(metadata))
+                self.extras = replace(self._carried(path, own_notes(metadata)), common=self.extras.common)
             else:
                 yield self._parsed(path, metadata)
 
@@ -240,7 +241,13 @@ class _Store:
             )  # fmt: skip
         files, objects, beside = (items[kind] for kind in KINDS)
         return Extras(
-            METADATA, objects=objects, beside=beside, files=files, paths=carried.paths, shard_size=carried.shard_size
+            METADATA,
+            objects=objects,
+            beside=beside,
+            common=_common(notes),
+            files=files,
+            paths=carried.paths,
+            shard_size=carried.shard_size,
         )
 
     def file(self, path: Place, status: Status | None = None, *, index: FileIndex = _CHUNKS) -> int:
@@ -252,6 +259,12 @@ class _Store:
             self.numbers[key] = len(self.files)
             self.files[key] = SourceFile(key, status.nbytes, status.mtime_ns, index, status.change)
         return self.numbers[key]
+
+
+def _common(notes: Mapping[str, Any]) -> str:
+    """Return the state of a training that the source of the store kept as JSON, or ""."""
+    common = notes.get("common")
+    return common if isinstance(common, str) and len(common) <= _LARGEST_COMMON else ""
 
 
 class _Shards:

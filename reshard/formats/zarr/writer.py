@@ -13,9 +13,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.records.provenance import ComputationRecord, FileRecord, SourceRecord
-from reshard.core.target import Destination, TargetBlocks, TargetFile, literal, merged_notes
+from reshard.core.target import Target, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import UsageError
-from reshard.formats.checkpoint2.writer import common_of
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.carried_over import Carried
 from reshard.formats.zarr.layout import METADATA, NAME, array_json, escaped, group_metadata
@@ -42,7 +41,7 @@ ARRAY_BYTES = 2500
 """Resident memory of an array's metadata in a plan, with those that the group repeats; measured."""
 
 
-class ZarrStore(Destination):
+class ZarrStore(Target):
     """The files of one zarr store.
 
     Attributes:
@@ -90,7 +89,7 @@ class ZarrStore(Destination):
         files = tuple((first + number,) for number, unit in enumerate(array.units) for _ in unit.blocks)
         return TargetBlocks(array.blocks, files, array.unit[0] if array.unit else 0)
 
-    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Target
         """Lay out every chunk file, and make the metadata."""
         items = {item.name: item for item in self._items}
         result: list[TargetFile] = []
@@ -107,14 +106,14 @@ class ZarrStore(Destination):
         result += [TargetFile(0, f"{CARRIED}/{name}", literal(content)) for name, content in carried_files.items()]
         from reshard import __version__
 
-        common = common_of(self._source)
+        common = self._source.extras.common
         attributes = {
             "tensors": list(items),
             "texts": {item.name: item.tensor.text for item in texts},
             "notes": merged_notes(self._source.files, {}, deduplicated=False),
             "source": source_record(self._source, times=self._group.times),
             "version": __version__,
-            **({} if common is None else {"common": common}),
+            **({"common": common} if common else {}),
         }
         group = group_metadata(attributes, metadata if self.consolidates else {})
         result.append(TargetFile(0, METADATA, literal(group), last=True))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from reshard.core.layout.block import Block, shape_text
 from reshard.core.model.checkpoint import Checkpoint, TensorSpec
 from reshard.core.model.facts import Extras, Object, Opening
-from reshard.core.model.listed import BlockList, common_dtype, nothing_readable
 from reshard.core.model.probe import compare_contents
 from reshard.core.model.reshape import part_extent
+from reshard.core.model.table import Blocks, common_dtype, nothing_readable
 from reshard.errors import Faults, Option, SourceError, StrategyError, Text, names
 from reshard.kits.parts.cuts import COPY
 
@@ -92,7 +92,7 @@ def join(sets: Mapping[str, Sequence[Mapping[int, StoredPart]]], count: int, cut
     Raises:
         StrategyError: a rule of the user does not fit a tensor.
     """
-    block_list = BlockList()
+    block_list = Blocks()
     result = JoinedParts({}, {}, {}, [])
     for name, of_stages in sets.items():
         try:
@@ -121,7 +121,7 @@ def _complete(parts: Mapping[int, StoredPart], count: int) -> list[StoredPart]:
     return [parts[number] for number in range(count)]
 
 
-def _tensor(name: str, sets: Sequence[Sequence[StoredPart]], cut: TensorCut, block_list: BlockList) -> Tensor:
+def _tensor(name: str, sets: Sequence[Sequence[StoredPart]], cut: TensorCut, block_list: Blocks) -> Tensor:
     """Return a tensor; raise `SourceError` if its parts do not fit together."""
     dtype = common_dtype(part.dtype for parts in sets for part in parts)
     shapes = dict.fromkeys(part.shape for parts in sets for part in parts)

@@ -17,10 +17,10 @@ from hashlib import sha256
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.core.model.headers import read_indexes
 from reshard.core.storage.places import any_store, as_place
 from reshard.core.storage.small import parse_json, read_small
 from reshard.errors import Faults, Option, SourceError, Text, names
+from reshard.kits.headers import read_indexes
 from reshard.rules.lora import is_alpha
 from reshard.rules.lora.parts import Adapter, Copy, Pair
 

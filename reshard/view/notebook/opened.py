@@ -45,7 +45,7 @@ class OpenedArrays(Arrays):
     @property
     def format(self) -> str | None:
         """Return the format of the files; None if it is mixed."""
-        return self._record.format
+        return self._record.word
 
     @property
     def nbytes(self) -> int:

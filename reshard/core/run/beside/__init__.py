@@ -17,24 +17,27 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.format import marked
+from reshard.core.listing import RANK_PATTERN, Listing
+from reshard.core.model.digests import digest
 from reshard.core.model.entries import NamedFile, RankFiles, SomeFiles
 from reshard.core.plan.inputs import ledger_provenance
-from reshard.core.records.logs import digest, known
+from reshard.core.records.logs import known
 from reshard.core.records.made import provenance_file
 from reshard.core.records.schema import is_inner_path
 from reshard.core.run.ledger import known_of_target
 from reshard.core.run.locks import refuse_link
 from reshard.core.run.preflight import states_of
 from reshard.core.run.uploads import end_upload
+from reshard.core.runs import is_iteration
 from reshard.core.storage.base import unfinished_path
 from reshard.core.storage.places import as_place, can, store_at
 from reshard.core.storage.small import is_within
 from reshard.core.storage.urls.clients import in_s3
 from reshard.errors import Option, SourceError, TargetError, Text, names
-from reshard.formats.directories import DIRECTORY_FORMATS, RUNS, SAVED_PARTS, is_iteration, is_of_a_set
-from reshard.formats.ranks.directories import RANK_PATTERN, Step, every_file, families_of, is_checkpoint_name
-from reshard.formats.sets.names import DCP_INDEX, SET_INDEX, set_indexes
-from reshard.formats.zarr.files import is_of_store
+from reshard.formats.parts import all_parts, is_of_a_set
+from reshard.formats.ranks.directories import Step, every_file, families_of, is_checkpoint_name
+from reshard.kits.indexes import SET_INDEX, set_indexes
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -169,7 +172,7 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
             return ()
         own_pattern, has_index = _own(plan), any(file.last for file in plan.files)
         hiding = [name for name in set_indexes(listing) if not has_index and name not in older]
-        hiding += ["a zarr store"] if any(map(is_of_store, listing)) else []
+        hiding += [f"a checkpoint of {other.title}"] if (other := marked(listing)) else []
         if not has_pointer:
             hiding += sorted(filter(is_iteration, listing))
         ranks = [path for path in _other_ranks(plan, target) if path not in older]
@@ -213,8 +216,8 @@ def _checkpoint_files(target: Place) -> list[str]:
     places = {path.relative_to(target).as_posix(): path for path in target.files(depth=2)}  # type: ignore[arg-type]  # of one kind
     by_name = [p for p, path in places.items() if re.fullmatch(r"(rank_\d+/)?[^/]+", p) and is_checkpoint_name(path)]
     direct = sorted(name for name in places if "/" not in name)
-    formats = [kind for kind in DIRECTORY_FORMATS if kind not in (RUNS, *SAVED_PARTS)]
-    by_directory = [kind.shown_by(target, direct) for kind in formats]
+    here = Listing(target, direct)
+    by_directory = [each.shown_by(here) for each in all_parts() if "alone" not in each.when or "foreign" in each.when]
     return sorted({*by_name, *filter(None, by_directory)})
 
 
@@ -307,4 +310,4 @@ def _is_below(root: str, path: str) -> bool:
 def _indexes_first(path: str) -> bool:
     """Return a sort key that puts indexes first: an index marks a set as complete."""
     name = os.path.basename(path)
-    return name != DCP_INDEX and not SET_INDEX.fullmatch(name)
+    return not (SET_INDEX.fullmatch(name) or any(name in each.marks for each in all_parts()))

@@ -21,9 +21,10 @@ from reshard.core.layout.block import Block
 from reshard.core.model.entries import Content, FileLayout
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import as_place
-from reshard.core.target import Destination, TargetBlocks, TargetFile, literal
+from reshard.core.target import Target, TargetBlocks, TargetFile, literal
 from reshard.errors import Option, Text, UsageError, names
 from reshard.formats.deepspeed.model import ModelStates
+from reshard.formats.deepspeed.names import MODEL_STATES, OPTIM_STATES
 from reshard.formats.deepspeed.part import STEP
 from reshard.formats.deepspeed.universal import DIRECTORY, OPTIMIZER
 from reshard.formats.deepspeed.writer.cutting import Cutting
@@ -33,13 +34,13 @@ from reshard.formats.deepspeed.writer.optimizer import CarriedOptimizer, StepTen
 from reshard.formats.deepspeed.writer.saved_values import SavedValues
 from reshard.formats.deepspeed.writer.states import number_of, parameter_states
 from reshard.formats.deepspeed.zero_checkpoint import DESCRIBED_BY
-from reshard.formats.directories import MODEL_STATES, OPTIM_STATES
-from reshard.formats.sets.names import UNIVERSAL_NAME
+from reshard.formats.kinds import UNIVERSAL_NAME
+from reshard.kits.torch.objects import SavedObjects
 from reshard.kits.torch.saved_tensors import saved_object, saved_tensor, torch_dtype
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Checkpoint
@@ -59,7 +60,7 @@ _NEEDED = {"dp_world_size", "mp_world_size", "global_steps", "skipped_steps", "l
 """Values of the model states without which DeepSpeed does not load them."""
 
 
-class UniversalTarget(Destination):
+class UniversalTarget(Target):
     """The files of a Universal Checkpoint."""
 
     format = UNIVERSAL_NAME
@@ -132,7 +133,7 @@ class UniversalTarget(Destination):
             self._wanted[shape, files] = TargetBlocks((Block.whole(shape),), (files,))
         return self._wanted[shape, files]
 
-    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Destination
+    def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Target
         """Lay out every file."""
         weights = {name: item for name, item in self._items.items() if name not in self._states}
         shapes = {name: (item.dtype, item.tensor.spec.shape) for name, item in weights.items()}
@@ -184,6 +185,18 @@ class UniversalTarget(Destination):
         path = self._source.files[replica.file].path
         store_of(self._source.coding).read_into(path, offset, memoryview(buffer))
         return StepTensor(tensor.spec.dtype, tensor.spec.shape, bytes(buffer))
+
+
+class ModelValues(SavedObjects):
+    """Values of the model states, by their names in the file; they are compared by their pickles and storages."""
+
+    def problems(self, names: Collection[str]) -> dict[str, str]:  # noqa: ARG002 -- they are in one pickle
+        """See `Objects`."""
+        return {}
+
+    def compared(self, names: Collection[str]) -> Iterator[tuple[str, object]]:
+        """See `Objects`."""
+        yield from values_of(self.checkpoint.opened, names).items()
 
 
 def values_of(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, tuple[bytes, dict[str, bytes]]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.model.entries import RangeReader
+from reshard.core.model.objects import LARGEST
 from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.errors import Option, SourceError, Text, bytes_text
-from reshard.formats.dcp.objects import LARGEST
 from reshard.formats.deepspeed.listing import EXPECTED
 from reshard.formats.deepspeed.writer.instructions import GraphNode, Instruction, parsed, references, text_of, tuple_of
 from reshard.kits.torch.archive import carries_sums

@@ -1,4 +1,4 @@
-"""Checkpoints whose files do not describe their blocks: rank directories, sets, and single files.
+"""Which checkpoints of ranks are complete.
 
 A rank file does not say how many ranks there are. A set of rank files is complete if the ledger of its directory, or
 the strategy files next to it, say that there are no more ranks; if nothing says it, that is unknown.
@@ -10,31 +10,24 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from reshard.core.model.assemble import assemble
+from reshard.core.model.findings import Candidate, FileStat, Findings, of_error
 from reshard.core.records.logs import DIRECTORY
 from reshard.core.records.made import made_of
 from reshard.core.storage.base import reading
 from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, SourceError, names
-from reshard.formats.catalog.findings import Candidate, Findings, by_opening, doubted, of_error
-from reshard.formats.catalog.walk import FileStat
-from reshard.formats.directories import PARTS, RUNS, SAVE_EXTENSIONS, SAVED_PARTS, TRAINER_FILES, refuse_directory
-from reshard.formats.open import open as open_checkpoint
-from reshard.formats.open import read_headers
-from reshard.formats.openers import TORCH_SAVE_LABEL
 from reshard.formats.ranks.beside import strategies_in
-from reshard.formats.ranks.directories import EXTENSIONS, RANK_DIRECTORY, is_checkpoint_name, steps_of
+from reshard.formats.ranks.directories import is_checkpoint_name, steps_of
+from reshard.formats.ranks.names import RANK_DIRECTORY
 from reshard.formats.ranks.reader import index_ranks
-from reshard.formats.sets.names import set_indexes, set_word
-from reshard.kits.files import is_save
-from reshard.kits.torch.file import TorchFile
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from reshard.core.model.findings import Directory
     from reshard.core.records.made import Made
     from reshard.core.storage.places import Place
-    from reshard.formats.catalog.walk import Directory
     from reshard.formats.ranks.reader import IndexedFiles
     from reshard.strategy.strategy import Strategy
 
@@ -45,6 +38,11 @@ def is_ranked(directory: Directory) -> bool:
         RANK_DIRECTORY.fullmatch(name) and any(is_checkpoint_name(below.place / file) for file in below.files)
         for name, below in directory.below.items()
     )
+
+
+def rank_directories(directory: Directory) -> list[str]:
+    """Return the names of the directories of ranks."""
+    return [name for name in directory.below if RANK_DIRECTORY.fullmatch(name)]
 
 
 def ranked(directory: Directory) -> Iterator[Candidate]:
@@ -124,79 +122,15 @@ def _misfit(root: Place, indexed: IndexedFiles, strategy: Strategy) -> str:
 
 def _strategies_beside(root: Place) -> dict[str, Strategy]:
     """Return the strategies in a directory, or else those next to it, by path."""
-    return _strategies_in(str(root)) or _strategies_in(str(root.absolute().parent))
+    return strategies_at(str(root)) or strategies_at(str(root.absolute().parent))
 
 
 @cache
-def _strategies_in(directory: str) -> dict[str, Strategy]:
+def strategies_at(directory: str) -> dict[str, Strategy]:
+    """Return the strategies in a directory, by path."""
     return {str(path): strategy for path, strategy in strategies_in(as_place(directory))}
 
 
 def forget_strategies() -> None:
     """Forget the strategies that were read next to checkpoints."""
-    _strategies_in.cache_clear()
-
-
-def flat(directory: Directory) -> Iterator[Candidate]:
-    """Yield the checkpoints in the files of one directory: a set, whole files, or files of `torch.save`."""
-    root = directory.place
-    files = sorted(name for name in directory.files if is_checkpoint_name(root / name))
-    if any(name.endswith(".ckpt") for name in files):  # strategies of MindSpore are, too
-        strategies = _strategies_in(str(root))
-        files = [name for name in files if str(root / name) not in strategies]
-    if indexes := set_indexes(directory.files):
-        examine = partial(with_sidecars, directory, partial(_of_set, root))
-        yield Candidate(root, f"{set_word(indexes[0])} set", "", [*directory.files.values()], examine)
-        return
-    if not files:
-        saved = [name for name in directory.files if (root / name).suffix in SAVE_EXTENSIONS]
-        files = sorted(name for name in saved if not TRAINER_FILES.fullmatch(name))
-    try:
-        refuse_directory(root, files, besides=[RUNS, *SAVED_PARTS, *([PARTS] if len(files) == 1 else [])])
-    except SourceError as error:
-        yield Candidate(root, "set", "", [*directory.files.values()], partial(of_error, error, root))
-        return
-    sidecars = cache(partial(_faulty_sidecar, directory))
-    for name in files:
-        suffix = (root / name).suffix
-        kind = TORCH_SAVE_LABEL if suffix not in EXTENSIONS or _is_save(root / name) else suffix.removeprefix(".")
-        path = root if len(files) == 1 and kind != TORCH_SAVE_LABEL else root / name
-        states = [*directory.files.values()] if path == root else [directory.files[name]]
-        opens = partial(open_checkpoint, root / name, contents=False)
-        yield Candidate(path, kind, "", states, partial(_with_sidecars, sidecars, partial(by_opening, opens, root)))
-
-
-def _is_save(path: Place) -> bool:
-    """Return whether `torch.save` wrote a file; opening says why another one cannot be read."""
-    try:
-        return is_save(str(path))
-    except (SourceError, OSError):
-        return False
-
-
-def with_sidecars(directory: Directory, examine: Callable[[], Findings]) -> Findings:
-    """Return the findings about a checkpoint and the files of its trainer."""
-    return _with_sidecars(partial(_faulty_sidecar, directory), examine)
-
-
-def _with_sidecars(sidecars: Callable[[], Findings | None], examine: Callable[[], Findings]) -> Findings:
-    findings = examine()
-    return (sidecars() or findings) if findings.state == "complete" else findings
-
-
-def _faulty_sidecar(directory: Directory) -> Findings | None:
-    """Return the findings about the first file of a trainer that cannot be read, or None."""
-    for name in sorted(filter(TRAINER_FILES.fullmatch, directory.files)):
-        try:
-            with reading(SourceError):
-                TorchFile.read(directory.place / name, "the state of a trainer", with_value=False)
-        except SourceError as error:
-            return of_error(error, directory.place)
-    return None
-
-
-def _of_set(root: Place) -> Findings:
-    try:
-        return doubted(read_headers(root).warnings, root)
-    except SourceError as error:
-        return of_error(error, root)
+    strategies_at.cache_clear()

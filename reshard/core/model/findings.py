@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.core.model.facts import DAMAGED
@@ -10,11 +10,11 @@ from reshard.core.storage.base import reading
 from reshard.errors import EncryptedError, ReshardError, SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
-    from reshard.formats.catalog.walk import FileStat
+
 
 State = Literal["complete", "incomplete", "unknown"]
 
@@ -51,6 +51,7 @@ class Candidate:
         files: the states of its files.
         examine: looks at its headers, or at those of its metadata only.
         confirm: looks at all headers, if that takes far longer and `examine` does not.
+        is_numbered: a number at the end of its name is its step, whatever is before it.
     """
 
     path: Place
@@ -59,6 +60,7 @@ class Candidate:
     files: Sequence[FileStat]
     examine: Callable[[], Findings]
     confirm: Callable[[], Findings] | None = None
+    is_numbered: bool = False
 
     @property
     def modified(self) -> float:
@@ -109,3 +111,45 @@ def _without(root: Place, text: str) -> str:
     for prefix in (f"{root}: ", f"{root}/", f"{root} "):
         text = text.removeprefix(prefix)
     return text
+
+
+class FileStat(NamedTuple):
+    """The size of a file in bytes, and the time of its last change in seconds since 1970; 0 if unknown."""
+
+    nbytes: int
+    modified: float
+
+
+@dataclass(slots=True, eq=False)
+class Directory:
+    """A directory below the root.
+
+    Attributes:
+        place: its path.
+        files: its files by name.
+        below: its subdirectories by name.
+        hidden: the names of its hidden subdirectories.
+        problem: why it cannot be listed; empty if it was.
+    """
+
+    place: Place
+    files: dict[str, FileStat] = field(default_factory=dict)
+    below: dict[str, Directory] = field(default_factory=dict)
+    hidden: list[str] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of its entries."""
+        return [*self.files, *self.below, *self.hidden]
+
+    def every_directory(self) -> Iterator[Directory]:
+        """Yield itself, and the directories below it."""
+        yield self
+        for directory in self.below.values():
+            yield from directory.every_directory()
+
+    def every_file(self) -> Iterator[FileStat]:
+        """Yield its files, and those below it."""
+        for directory in self.every_directory():
+            yield from directory.files.values()

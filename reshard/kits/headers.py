@@ -17,21 +17,19 @@ from itertools import chain, count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.model.checkpoint import SourceFile
+from reshard.core.model.digests import gaps
 from reshard.core.model.entries import FileIndex, RangeReader
-from reshard.core.records.logs import digest
 from reshard.core.storage.cipher import required, store_of
 from reshard.core.storage.decryption import MAGICS
-from reshard.core.storage.local import local_store
 from reshard.core.storage.places import in_batches, workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError
-from reshard.formats.directories import refuse_blocks
 from reshard.kits.files import REMOTE_HEAD, NothingReadableError, index_file
+from reshard.kits.safetensors import refuse_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.core.model.entries import Content, Entry, Runs
     from reshard.core.storage.base import ReadStore, Status, Want
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place
@@ -128,69 +126,6 @@ class Headers:
                 first = index._replace(header_id=next(self._headers))
                 alike.append(first)
         return index._replace(entries=first.entries, header_id=first.header_id)
-
-
-def gaps(index: FileIndex, size: int) -> Runs:
-    """Return the ranges of a file outside of tensor contents, including text."""
-    ranges: list[tuple[int, int]] = []
-    position = 0
-    for offset, nbytes in sorted(run for entry in index.entries.values() if entry.text is None for run in entry.runs):
-        if offset > position:
-            ranges.append((position, offset - position))
-        position = offset + nbytes
-    if position < size:
-        ranges.append((position, size - position))
-    return tuple(ranges)
-
-
-def index_digests(indexes: Sequence[FileIndex]) -> list[str]:
-    """Return the digests of headers: names, dtypes, shapes, ranges, notes and text.
-
-    The headers were read together: entries that they share are digested once.
-    """
-    entries = {index.header_id: index for index in indexes}
-    digests = {header: _entries_digest(index) for header, index in entries.items()}
-    notes: dict[tuple[object, ...], str] = {}
-    result = []
-    for index in indexes:
-        key = (index.format, digests[index.header_id], index.metadata, index.crc, index.deduplicated, index.unreadable)
-        if key not in notes:
-            notes[key] = digest(key)
-        result.append(notes[key])
-    return result
-
-
-def contents_digest(contents: Iterable[tuple[str, Entry | Content]]) -> str:
-    """Return the digest of the tensors in a header, independent of notes and order.
-
-    The layout of a file to be written has the same digest as the header that is read from it.
-    """
-    facts = ((name, e.dtype.name, e.shape, e.runs) if e.text is None else (name, e.text) for name, e in contents)
-    return digest(sorted(facts))
-
-
-def pages_digest(path: str) -> str:
-    """Return the digest of four pages of a file, or all of it up to 64 KiB.
-
-    Checkpoints of two steps of one training have equal names, shapes and headers; their weights differ everywhere.
-
-    Raises:
-        SourceError: the file cannot be read.
-    """
-    store = local_store()
-    nbytes = store.size(path)
-    pages, length = 1, nbytes
-    if nbytes > _SMALL:
-        pages, length = _PAGES, _PAGE
-    content = bytearray(pages * length)
-    for number in range(pages):
-        offset = (nbytes - length) * (number + 1) // pages
-        store.read_into(path, offset, memoryview(content)[number * length : (number + 1) * length])
-    return digest(bytes(content))
-
-
-def _entries_digest(index: FileIndex) -> str:
-    return digest([(name, e.dtype.name, e.shape, e.runs, e.text) for name, e in index.entries.items()])
 
 
 def key_of(paths: Sequence[Place], cipher: Cipher | None) -> Cipher | None:

@@ -1,34 +1,23 @@
-"""The state of a checkpoint that describes its own blocks, and faults that opening it does not show."""
+"""Whether a DCP is complete, by its metadata and the sizes and times of its files."""
 
 from __future__ import annotations
 
 import re
-from functools import partial
 from hashlib import sha256
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING
 
 from reshard.core.model.entries import RangeReader
-from reshard.core.records.made import made_of
+from reshard.core.model.findings import Findings
 from reshard.errors import SourceError
-from reshard.formats.catalog.findings import Findings, by_opening
-from reshard.formats.catalog.ranked import with_sidecars
-from reshard.formats.checkpoint2.metadata import METADATA
 from reshard.formats.dcp.metadata import BACKEND, COMMON, DCPMetadata, metadata_files
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX
 from reshard.formats.dcp.reader import MTIME_TOLERANCE_NS, rank_of
-from reshard.formats.directories import CHECKPOINT2, DCP_FILES
-from reshard.formats.openers import CHECKPOINT2_LABEL, DCP_LABEL, ORBAX_LABEL, UNIVERSAL_LABEL
-from reshard.formats.orbax.steps import unfinished_reason
-from reshard.formats.sets.names import DCP_INDEX
-from reshard.formats.zarr.files import is_of_store
-from reshard.formats.zarr.reader import open_store, store_notes
 from reshard.kits.torch.pickles import MOST_BYTES
 
 if TYPE_CHECKING:
-    from reshard.core.model.checkpoint import Checkpoint
-    from reshard.formats.catalog.walk import Directory
-    from reshard.formats.openers import Opener
+    from reshard.core.model.findings import Directory
 
 _STORAGE = "_StorageInfo"
 """The class of the records of PyTorch's data files."""
@@ -44,40 +33,16 @@ _KNOWN_ENDS: dict[bytes, dict[str, int]] = {}
 """The end of the items of each file, by the digest of the metadata."""
 
 
-def described_findings(directory: Directory, opener: Opener, *, opens: bool = False) -> Findings:
-    """Return whether the checkpoint in a directory is complete.
-
-    Args:
-        directory: the directory.
-        opener: opens it.
-        opens: look at all headers of a DCP, even if its metadata and the sizes of its files show that it is complete.
-    """
-    root, names = directory.place, directory.names
-    if opener.format == ORBAX_LABEL and (reason := unfinished_reason(root, names)):
-        return Findings("incomplete", reason)
-    if opener.format == UNIVERSAL_LABEL and (reason := _lacks_states(directory.below["zero"])):
-        return Findings("incomplete", reason)
-
-    def look() -> Findings:
-        result = _by_metadata(directory) if opener.format == DCP_LABEL and not opens else None
-        return result or by_opening(partial(opener.opens, contents=False), root, partial(_doubt, directory, opener))
-
-    return with_sidecars(directory, look)
-
-
-def _doubt(directory: Directory, opener: Opener, checkpoint: Checkpoint) -> str:
+def doubt_of(directory: Directory) -> str:
     """Return why a checkpoint that can be opened may lack something, or ""."""
-    if opener.format == DCP_LABEL and (COMMON in directory.files) != (BACKEND in directory.files):
+    if (COMMON in directory.files) != (BACKEND in directory.files):
         return f"Megatron-Core writes both {COMMON} and {BACKEND}"
-    if opener.format == DCP_LABEL and DCP_INDEX in directory.files and _newer(directory):
+    if DCP_INDEX in directory.files and _newer(directory):
         return f"files changed after {DCP_INDEX}, which comes last"
-    if opener.format == CHECKPOINT2_LABEL and METADATA not in directory.files:
-        kinds = {match["kind"] for match in map(CHECKPOINT2.files.fullmatch, directory.files) if match}
-        return f"has only {kinds.pop()} files, and nothing says whether there were others" if len(kinds) == 1 else ""
-    return _encoded_files(directory, checkpoint) if opener.format == ORBAX_LABEL else ""
+    return ""
 
 
-def _by_metadata(directory: Directory) -> Findings | None:
+def by_metadata(directory: Directory) -> Findings | None:
     """Return that a DCP of PyTorch is complete if metadata, sizes and times show it; else None.
 
     To open it takes several times as long, since each block has a header.
@@ -148,41 +113,3 @@ def _ends(metadata: DCPMetadata) -> dict[str, int]:
         ends[item.file] = max(ends.get(item.file, 0), item.begin + item.nbytes)
         last[item.file] = max(last.get(item.file, 0), item.begin)
     return ends if all(last.values()) else {}  # an item behind another one is in a file without a header
-
-
-def _lacks_states(zero: Directory) -> str:
-    """Return which parameter of a Universal Checkpoint lacks a file, or "".
-
-    A frozen parameter has only its weights.
-    """
-    files = {name: {*parameter.files} for name, parameter in zero.below.items()}
-    union = set[str]().union(*files.values())
-    for name, present in files.items():
-        if present not in (union, {"fp32.pt"}):
-            return f"zero/{name} has no {min(union - present)}"
-    return ""
-
-
-def store_findings(directory: Directory) -> Findings:
-    """Return whether a zarr store is complete: in a store of another program, chunks may be absent."""
-
-    def doubt(checkpoint: Checkpoint) -> str:
-        if not store_notes(directory.place):
-            return "an absent chunk of a zarr store stands for its fill value"
-        try:
-            recorded = made_of(directory.place)
-        except SourceError as error:
-            return error.message
-        return "" if recorded and recorded.is_as_noted() else _encoded_files(directory, checkpoint)
-
-    return by_opening(partial(open_store, directory.place), directory.place, doubt)
-
-
-def _encoded_files(directory: Directory, checkpoint: Checkpoint) -> str:
-    """Return why truncated chunks would not be noticed, or "".
-
-    The lengths of encoded files are recorded nowhere.
-    """
-    if checkpoint.coding is None or not any(any(map(is_of_store, each.files)) for each in directory.every_directory()):
-        return ""
-    return "its chunks are compressed, so that their sizes do not show whether they are whole"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
-from reshard.kits.megatron.arguments import NAMES
 from reshard.kits.torch.pickles import Pairs, PickledObject, describe
+from reshard.kits.training.arguments import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +16,7 @@ _MOST_ITEMS = 1 << 10
 
 
 def stated_in(namespace: object) -> dict[str, object]:
-    """Return the arguments in a pickled `Namespace` that `kits.megatron.arguments` knows, as plain data.
+    """Return the arguments in a pickled `Namespace` that `kits.training.arguments` knows, as plain data.
 
     Raises:
         SourceError: it is not a namespace. The message does not name the file.
@@ -28,7 +28,7 @@ def stated_in(namespace: object) -> dict[str, object]:
 
 
 def known(values: Mapping[Any, object]) -> dict[str, object]:
-    """Return the arguments that `kits.megatron.arguments` knows; a value that is not plain becomes its description."""
+    """Return the arguments that `kits.training.arguments` knows; a value that is not plain becomes its description."""
     return {name: _plain(value) for name, value in values.items() if isinstance(name, str) and name in NAMES}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import shape_text
 from reshard.errors import SourceError, UsageError
-from reshard.kits.megatron.arguments import Arguments, shape_of
+from reshard.kits.training.arguments import Arguments, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,27 +16,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from reshard.core.layout.block import shape_text
 from reshard.core.model.checkpoint import TensorSpec
-from reshard.core.storage.places import any_store, in_batches
+from reshard.core.model.objects import Objects, contents
 from reshard.core.storage.small import parse_json
-from reshard.errors import SourceError, bytes_text
-from reshard.formats.dcp.metadata import BACKEND, COMMON
-from reshard.kits.megatron.pickled import known
+from reshard.errors import SourceError
 from reshard.kits.torch.archive import Damaged, checked_records
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.kits.torch.tensors import PickleBytes, rebuilt
-from reshard.spelling import missing_name
+from reshard.kits.training.pickled import known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.facts import Object
-    from reshard.core.storage.base import ReadStore, Want
 
-LARGEST = 1 << 28
-"""The most bytes of objects that are held at once."""
+COMMON, BACKEND = "common.pt", "metadata.json"
+"""The files that Megatron-Core writes next to the tensors: its common state, and the names of its own format."""
 
-_MOST_SHOWN = 1 << 20  # bytes of objects that are read to be shown
 _LONGEST = 160  # characters of one object
 _MOST_VALUES = 1 << 20  # of an object; shared values count each time
 _MOST_VALUES_SHOWN = 1 << 17  # of all objects that are shown
@@ -45,76 +41,33 @@ _LARGEST_KEY = 1 << 64  # integers beyond could be made to have equal hashes
 _EXPECTED = "an object that torch.save stored"
 
 
-def contents(objects: Mapping[str, Object]) -> Iterator[tuple[str, bytes]]:
-    """Yield the bytes of objects, each with its name.
-
-    Raises:
-        SourceError: an object cannot be read. The message does not name it.
-    """
-    for problem in problems(objects).values():
-        raise SourceError(problem, code="unreadable-object")
-
-    def steps() -> Iterator[tuple[tuple[str, bytearray], ReadStore, list[Want]]]:
-        for name, entry in objects.items():
-            buffer = bytearray(entry.nbytes)
-            yield (name, buffer), any_store(), [(entry.path, entry.begin, memoryview(buffer))]
-
-    for name, buffer in in_batches(steps()):
-        yield name, bytes(buffer)
-
-
-def problems(objects: Mapping[str, Object]) -> dict[str, str]:
-    """Return the reason for each object whose bytes cannot be read."""
-    unreadable = {name: entry.problem for name, entry in objects.items() if entry.problem}
-    large = {name: entry.nbytes for name, entry in objects.items() if entry.nbytes > LARGEST}
-    return unreadable | {
-        n: f"has {bytes_text(size)}; at most {bytes_text(LARGEST)} are taken" for n, size in large.items()
-    }
-
-
-def read_object(checkpoint: Checkpoint, name: str) -> Any:
-    """Return an object of a checkpoint, or a file next to its tensors, as plain data.
+class SavedObjects(Objects):
+    """Objects that `torch.save` wrote, as plain data.
 
     Nothing is imported or called. A class or function is a `Name`, and another call or object a `PickledObject`. A
     tensor is a `TensorSpec`, and a `Namespace` a dict of its attributes.
-
-    Args:
-        checkpoint: the checkpoint.
-        name: a name of `Checkpoint.objects` or `Checkpoint.beside`.
-
-    Raises:
-        MissingNameError: there is no such object.
-        SourceError: it cannot be read, or is damaged.
     """
-    objects = {**checkpoint.extras.beside, **checkpoint.extras.objects}
-    if name not in objects:
-        raise missing_name(name, objects, f"{checkpoint.root} has no object")
-    try:
-        ((_, content),) = contents({name: objects[name]})
-        return _value(name, objects[name], content, _Plain(_MOST_VALUES))
-    except SourceError as error:
-        raise SourceError(f"{checkpoint.root}: object {name!r} {error.message}", code=error.code) from None
 
+    def facts(self) -> Mapping[str, int | str]:
+        """Return Megatron-Core's facts about the training: iteration, optimizer, vocabulary and parallelism."""
+        return facts(self.checkpoint)
 
-def shown_objects(checkpoint: Checkpoint) -> dict[str, str]:
-    """Describe each object and each file next to the tensors; if there are many, read only the first."""
-    objects = {**checkpoint.extras.beside, **checkpoint.extras.objects}
-    texts = {
-        name: f"an object of {bytes_text(entry.nbytes)}, which was not looked at" for name, entry in objects.items()
-    }
-    texts |= (wrong := problems(objects))
-    readable, room = {}, _MOST_SHOWN
-    for name, entry in objects.items():
-        if name not in wrong and entry.nbytes <= room:
-            readable[name] = entry
-            room -= entry.nbytes
-    plain = _Plain(_MOST_VALUES_SHOWN)
-    for name, content in contents(readable):
-        try:
-            texts[name] = text_of(_value(name, objects[name], content, plain))
-        except SourceError as error:
-            texts[name] = error.message
-    return texts
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self._plain: _Plain | None = None
+
+    def value(self, name: str, content: bytes) -> Any:
+        """See `Objects`."""
+        return _value(name, self.entries[name], content, self._plain or _Plain(_MOST_VALUES))
+
+    def text(self, value: object) -> str:
+        """See `Objects`."""
+        return text_of(value)
+
+    def shown(self) -> dict[str, str]:
+        """See `Objects`. Of all objects, a number of values is shown."""
+        self._plain = _Plain(_MOST_VALUES_SHOWN)
+        return super().shown()
 
 
 def check_sums(content: bytes) -> None:

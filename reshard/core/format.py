@@ -1,0 +1,294 @@
+"""The interface of a format of checkpoints.
+
+A format finds a checkpoint by the names in a directory, and opens it: a `Checkpoint` lists each tensor, its blocks, and
+the byte ranges of each block. A format that can be written has a `Target`, which lays out files. Everything else is the
+core's: planning, reading, writing, verifying.
+
+`reshard.formats` has the list of formats. A package adds one by the entry point group `reshard.formats`, or by
+`reshard.formats.register`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from reshard.core.listing import Contents, FileNames, Listing, OpenOptions, RunLayout
+from reshard.core.model.findings import Candidate, Findings, by_opening
+from reshard.core.storage.cipher import required
+from reshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.findings import Directory
+    from reshard.core.model.objects import Objects
+    from reshard.core.storage.places import Place
+    from reshard.core.target import Target
+
+GROUP = "reshard.formats"
+"""The entry point group in which packages name their formats."""
+
+_USUAL = re.compile(r"rank_\d+|\..*", re.DOTALL)
+_registered: list[Format] = []
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A checkpoint that a format recognised by its names.
+
+    Attributes:
+        format: the format.
+        here: its directory or file.
+        files: the paths of its files below the directory, if the format lists them.
+        variant: which kind of the format it is, in the format's own words.
+    """
+
+    format: Format
+    here: Listing
+    files: Sequence[str] = ()
+    variant: str = ""
+
+    @property
+    def place(self) -> Place:
+        """Return its directory or file."""
+        return self.here.place
+
+    def open(self, options: OpenOptions | None = None, *, contents: Contents = True) -> Checkpoint:
+        """Open it.
+
+        Raises:
+            SourceError: it is not valid.
+            UsageError: the format does not take an option.
+        """
+        options = options or OpenOptions()
+        given = {*options.given} | ({"strategy"} if options.strategy is not None else set())
+        takes = self.format.takes | {"iteration"}
+        if given - takes or ("cipher" not in takes and required(options.cipher)):
+            raise options_refused(self.place)
+        checkpoint = self.format.open(self, options, contents=contents)
+        return checkpoint if checkpoint.format is not None else replace(checkpoint, format=self.format)
+
+
+class Format:
+    """A format of checkpoints; a subclass for each, of which one object is registered.
+
+    Attributes:
+        name: the word for it: the value of `to`, and what plan files and `--json` say.
+        title: its name in tables and messages.
+        extends: the names of formats that it builds on, and before which it is asked.
+        runs: how the steps of a run lie side by side.
+        parts: names of files of which one alone is no checkpoint.
+        unfinished_mark: what is in the name of a step that is being written; empty if nothing is.
+        takes: the options of opening that it understands, besides `contents`.
+        is_deep: its files are in subdirectories, too.
+        block_bytes: the memory that each block of a tensor takes, beyond that of every format.
+        entry_bytes: the same for each entry of a file.
+        is_numbered: the name of a step may be any prefix and a number.
+        carries: it can hold objects that are not tensors, of other formats, too.
+        describes: its files say how tensors are cut, so that it needs no strategy.
+        has_steps: a checkpoint may be asked for by the number of its step.
+    """
+
+    name: str
+    title: str
+    extends: tuple[str, ...] = ()
+    runs: tuple[RunLayout, ...] = ()
+    parts: tuple[FileNames, ...] = ()
+    unfinished_mark: str = ""
+    takes: frozenset[str] = frozenset()
+    is_deep: bool = False
+    block_bytes: int = 0
+    entry_bytes: int = 0
+    is_numbered: bool = False
+    carries: bool = False
+    describes: bool = True
+    has_steps: bool = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return named, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"<Format {self.name}>"
+
+    @property
+    def target(self) -> type[Target] | None:
+        """Return how it is written; None if it is only read."""
+        return None
+
+    def find(self, here: Listing) -> Found | None:  # noqa: ARG002 -- subclasses use it
+        """Return the checkpoint in a directory, or of a file, by its names; None if it is none of this format.
+
+        Only the first bytes of small files are read.
+        """
+        return None
+
+    def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:
+        """Open what `find` found.
+
+        Raises:
+            SourceError: it is not valid.
+        """
+        raise NotImplementedError
+
+    def marks(self, name: str) -> bool:  # noqa: ARG002 -- subclasses use it
+        """Return whether a file of this name marks a directory that has nothing else in it, finished or not."""
+        return False
+
+    def word_of(self, checkpoint: Checkpoint) -> str:  # noqa: ARG002 -- subclasses use it
+        """Return the word of `to` for a target like a checkpoint of this format."""
+        return self.name
+
+    # --- of runs ------------------------------------------------------------------------------------------------
+
+    def listed(self, tree: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
+        """Yield the checkpoints in a directory, for `reshard runs`, each with the subdirectories that belong to it."""
+        if found := self.find(Listing(tree.place, tree.names)):
+            yield self.candidate(tree, partial(self.complete, found, tree)), tree.below if self.is_deep else ()
+
+    def candidate(self, tree: Directory, examine: Callable[[], Findings], **more: Any) -> Candidate:
+        """Return a directory as a checkpoint that `examine` looks at."""
+        files = [*tree.every_file()] if self.is_deep else [*tree.files.values()]
+        return Candidate(tree.place, self.title, "", files, examine, is_numbered=self.is_numbered, **more)
+
+    def remains(self, tree: Directory) -> str:  # noqa: ARG002 -- subclasses use it
+        """Return why a directory that `find` does not recognise is an incomplete checkpoint of this format, or ""."""
+        return ""
+
+    def complete(self, found: Found, tree: Directory) -> Findings:  # noqa: ARG002 -- subclasses use it
+        """Return whether a checkpoint is complete; by default, if it opens without a warning."""
+        return by_opening(partial(found.open, contents=False), found.place)
+
+    def unfinished(self, here: Listing) -> str:  # noqa: ARG002 -- subclasses use it
+        """Return why the directory of a step is not finished, or ""."""
+        return ""
+
+    # --- what is not a tensor -----------------------------------------------------------------------------------
+
+    def objects(self, checkpoint: Checkpoint) -> Objects:
+        """Return the objects of a checkpoint that are not tensors; by default their bytes."""
+        from reshard.core.model.objects import Objects  # rarely needed
+
+        return Objects(checkpoint)
+
+
+def options_refused(path: object) -> UsageError:
+    """Return the error for options that say how a checkpoint is cut, if it says that itself."""
+    return UsageError(
+        f"{path} describes its own blocks",
+        code="self-described",
+        hint="leave the strategy, layout, stage, suffix, pattern, key and partial out",
+    )
+
+
+# --- the list of formats ------------------------------------------------------------------------------------------
+
+
+@cache
+def _built_in() -> tuple[Format, ...]:
+    names = import_module("reshard.formats").BUILT_IN
+    return tuple(each for name in names for each in import_module(f"reshard.{name}").FORMATS)
+
+
+@cache
+def _of_packages() -> tuple[Format, ...]:
+    """Return the formats that packages name in their entry points."""
+    from importlib.metadata import entry_points  # it takes 50 ms
+
+    found = []
+    for entry in entry_points(group=GROUP):
+        try:
+            found.append(_checked(entry.load()))
+        except Exception as error:
+            where = f"{entry.value} of {entry.dist.name if entry.dist else 'a package'}"
+            raise UsageError(
+                f"the format {entry.name!r} cannot be loaded", code="bad-format", facts=[where, f"{error}"],
+                hint="update or uninstall the package",
+            ) from error  # fmt: skip
+    return tuple(found)
+
+
+def _checked(format_: Any) -> Format:
+    """Return a format; raise `UsageError` if it is none, or has the name of another one."""
+    if not isinstance(format_, Format):
+        raise UsageError(f"{format_!r:.80} is no object of a subclass of Format", code="bad-format")
+    if any(each.name == format_.name for each in (*_built_in(), *_registered)):
+        raise UsageError(f"there is a format {format_.name!r} already", code="bad-format", hint="give it another name")
+    return format_
+
+
+def register(format_: Format) -> None:
+    """Add a format to the list: before those that it extends, else before sets and files of ranks.
+
+    Raises:
+        UsageError: it is no format, or has the name of another one.
+
+    >>> class Notes(Format):
+    ...     name, title = "notes", "Notes"
+    >>> register(Notes())
+    >>> named("notes").title
+    'Notes'
+    """
+    _registered.append(_checked(format_))
+
+
+def formats(*, packages: bool = False) -> tuple[Format, ...]:
+    """Return the formats, in the order in which they are asked.
+
+    Args:
+        packages: load those that packages name in their entry points, too.
+    """
+    others = (*_registered, *(_of_packages() if packages else ()))
+    if not others:
+        return _built_in()
+    result = list(_built_in())
+    for each in others:
+        before = {*each.extends} or {known.name for known in result if not known.describes}
+        result.insert(next(number for number, known in enumerate(result) if known.name in before), each)
+    return tuple(result)
+
+
+def named(name: str) -> Format:
+    """Return the format with a name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for packages in (False, True):
+        for each in formats(packages=packages):
+            if each.name == name:
+                return each
+    known = ", ".join(each.name for each in formats(packages=True))
+    raise UsageError(f"unknown format {name!r:.60}; known are {known}", code="unknown-format")
+
+
+def find(here: Listing, iteration: int | None = None) -> Found:
+    """Return the checkpoint in a directory, or of a file, as the first format that recognises it finds it.
+
+    What no other format recognises is taken for files of ranks, which are opened by a strategy.
+
+    Args:
+        here: the directory, or a file.
+        iteration: a step is asked for, which stores do not have.
+    """
+    known = [each for each in formats() if iteration is None or each.has_steps]
+    asked = [each for each in known if each.describes]
+    others = [each for each in known if not each.describes]
+    found = _first(asked, here)
+    if found is None and not (here.names and all(map(_USUAL.fullmatch, here.names))):
+        found = _first(_of_packages(), here)
+    return found or _first(others, here) or Found(others[-1], here)
+
+
+def marked(names: Iterable[str]) -> Format | None:
+    """Return the format of a directory that has nothing else in it, finished or not, by the names in it."""
+    names = list(names)
+    return next((each for each in formats() if any(map(each.marks, names))), None)
+
+
+def _first(asked: Iterable[Format], here: Listing) -> Found | None:
+    return next(filter(None, (each.find(here) for each in asked)), None)
