@@ -21,7 +21,7 @@ _HOMES = {
     "Checkpoint": "api.checkpoints",
     "CheckpointDiff": "compute.differences",
     "CheckpointStats": "compute.stats",
-    "Checkpoint2": "formats.checkpoint2.writer",
+    "Checkpoint2": "formats.checkpoint2.options",
     "Cipher": "core.storage.cipher",
     "convert": "api.conversions",
     "DCP": "formats.dcp.names",
@@ -32,7 +32,6 @@ _HOMES = {
     "HuggingFaceSet": "formats.sets.options",
     "Layout": "core.layout.layout",
     "LayoutError": "errors",
-    "LinkedDCP": "formats.dcp.names",
     "LoRA": "rules.lora",
     "make_manifest": "core.verify.manifest_files",
     "Manifest": "core.verify.manifest",
@@ -88,7 +87,6 @@ __all__ = [
     "HuggingFaceSet",
     "Layout",
     "LayoutError",
-    "LinkedDCP",
     "LoRA",
     "Manifest",
     "MindSporeSet",
@@ -171,8 +169,8 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from reshard.formats.checkpoint2.arrangements import read_layouts
-    from reshard.formats.checkpoint2.writer import Checkpoint2
-    from reshard.formats.dcp.names import DCP, LinkedDCP
+    from reshard.formats.checkpoint2.options import Checkpoint2
+    from reshard.formats.dcp.names import DCP
     from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
     from reshard.formats.zarr.layout import ZarrGroup
     from reshard.messages import ReshardWarning

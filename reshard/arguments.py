@@ -33,7 +33,7 @@ _SECRET = {"cipher", "source_cipher", "storage_options", "target_cipher"}
 
 _ALIASES = {
     "AnyName": "str | os.PathLike[str] | RemotePath",
-    "AnyFiles": "TargetFiles | Checkpoint2 | ZarrGroup | DCP | LinkedDCP | DeepSpeedUniversal",
+    "AnyFiles": "TargetFiles | Options",
     "DTypeLike": "str | type | dtype",
     "Globs": "str | Iterable[str]",
     "Number": "int | str",
@@ -42,7 +42,7 @@ _ALIASES = {
 
 _WORDS = {
     "AnyName": "a path", "os.PathLike": "a path", "Globs": "a glob or a list of globs", "str": "a text",
-    "AnyFiles": "an object such as HuggingFaceSet()", "bool": "True or False", "int": "a whole number",
+    "AnyFiles": "the options of a format", "bool": "True or False", "int": "a whole number",
     "float": "a number", "Callable": "a function", "DTypeLike": "a dtype", "Any": "anything",
 }  # fmt: skip
 
@@ -69,9 +69,9 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         values: list[Any] = []
         for number, value in enumerate(args):
             name = positional[number] if number < len(positional) else others
-            values.append(_argument(name, annotations.get(name, "Any"), value))
+            values.append(argument(name, annotations.get(name, "Any"), value))
         options: dict[str, Any] = {
-            name: value if name in by_position_only else _argument(name, annotations.get(name, "Any"), value)
+            name: value if name in by_position_only else argument(name, annotations.get(name, "Any"), value)
             for name, value in kwargs.items()
         }
         return function(*values, **options)
@@ -89,8 +89,17 @@ class _RefusedError(Exception):
     """An annotation does not allow a value."""
 
 
-def _argument(name: str, annotation: str, value: object) -> Any:
-    """Return an argument in Python's own types; raise `UsageError` if its annotation does not allow it."""
+def argument(name: str, annotation: str, value: object) -> Any:
+    """Return an argument in Python's own types.
+
+    Args:
+        name: its name.
+        annotation: what it may be, as in a signature.
+        value: the argument.
+
+    Raises:
+        UsageError: its annotation does not allow it.
+    """
     if annotation in _ELSEWHERE:
         return value
     try:

@@ -14,10 +14,12 @@ import pytest
 import reshard
 import reshard.mindspore as ms
 from reshard import errors
+from reshard.api.formats import CUT
 from reshard.cli.main import cli
 from reshard.cli.terminal import OPTIONS, say
+from reshard.core.format import targets
+from reshard.core.options import takers
 from reshard.errors import PYTHON, Faults, Option, ReshardError, SourceError, Text, Words, joined, spelled
-from reshard.formats.kinds import TAKEN_BY
 from reshard.mindspore.arguments import WORDS
 
 
@@ -171,7 +173,7 @@ def forms(name: str, words: Words) -> list[str]:
 
 
 def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> None:
-    named = referred_to() | set(TAKEN_BY) | {"lora"}
+    named = referred_to() | {*CUT, *takers(targets())} | {"lora"}
     for words in (PYTHON, OPTIONS, WORDS):
         assert set(words.exceptions) <= named
         for name in words.exceptions:

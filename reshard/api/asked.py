@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.listing import RANK_PATTERN
 from reshard.errors import UsageError
 from reshard.view.notebook.opened import OpenedArrays
 
@@ -23,36 +22,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenOptions:
-    """The values of the options of opening a checkpoint, as `reshard.open` describes them.
-
-    They are the keywords of `formats.open.open`: `open(path, **vars(options))`.
-    """
-
-    strategy: Strategy | AnyName | None = None
-    rank_pattern: str = RANK_PATTERN
-    suffix: str | None = None
-    layouts: Mapping[str, str] = field(default_factory=dict)
-    stage: int | None = None
-    iteration: int | None = None
-    partial: bool = False
-    cipher: Cipher | None = None
-
-    @property
-    def given(self) -> list[str]:
-        """Return the options that differ from their defaults, except the strategy and the key."""
-        default = OpenOptions(strategy=self.strategy, cipher=self.cipher)
-        return [option.name for option in fields(self) if getattr(self, option.name) != getattr(default, option.name)]
-
-    @property
-    def of_files(self) -> dict[str, Any]:
-        """Return the options of finding and reading files, without a strategy."""
-        return {"rank_pattern": self.rank_pattern, "suffix": self.suffix, "cipher": self.cipher}
-
-
-@dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """The values of the options of a target, by option name; sizes are in bytes."""
+    """The values of the options of a target, by option name; sizes are in bytes.
+
+    `of_format` has those that single formats take.
+    """
 
     to: str | None = None
     format: str | None = None
@@ -63,20 +37,15 @@ class TargetOptions:
     target_stage: int | None = None
     remove_redundancy: bool = False
     link_replicas: bool = False
-    link: bool = False
     same_ranks: bool = False
-    prefix: str | None = None
-    target_step: int | None = None
-    max_shard_size: int | None = None
-    chunk_size: int | None = None
-    shard_size: int | None = None
-    compression: str | None = None
+    of_format: Mapping[str, Any] = field(default_factory=dict)
     memory: int | None = None
     target_cipher: Cipher | None = None
 
     def given(self, names: Iterable[str]) -> list[str]:
         """Return the options among `names` that were given."""
-        return [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
+        values = {**vars(self), **self.of_format}
+        return [name for name in names if values.get(name) is not None and values[name] is not False]
 
 
 def is_of_zarr(value: object) -> TypeIs[zarr.Group | Store]:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.format import targets
 from reshard.core.layout.arrangement import Arrangement
 from reshard.core.plan.inputs import Selection, derived
 from reshard.core.plan.select import select
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, Text, UsageError
-from reshard.formats.kinds import OTHER_WORDS, TO
 from reshard.messages import warn
 from reshard.rules.lora import LoRA
 from reshard.strategy.files import read_strategy
@@ -105,7 +105,7 @@ def refuse_format(target: object, hint: str) -> None:
     Raises:
         UsageError: the target is such a word, and no file is called so.
     """
-    if str(target) in {*TO, *OTHER_WORDS} and not as_place(str(target)).is_there():
+    if any(str(target) in {each.name, *each.aliases} for each in targets()) and not as_place(str(target)).is_there():
         raise UsageError(f"{target} is a format; expected a strategy or its file", code="not-a-strategy", hint=hint)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reshard.api.asked import OpenOptions, TargetOptions, refuse_options_of_paths
+from reshard.api.asked import TargetOptions, refuse_options_of_paths
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import carried_out, client_of, selection_of
+from reshard.api.formats import given_options
 from reshard.api.jobs import job
 from reshard.arguments import checked
+from reshard.core.listing import OpenOptions
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.inputs import Selection
 from reshard.core.run.settings import RunOptions
@@ -38,17 +40,10 @@ def convert(
     target_strategy: Strategy | AnyName | None = None,
     layouts_of: AnyName | None = None,
     same_ranks: bool = False,
-    prefix: str | None = None,
-    step: int | None = None,
-    max_shard_size: int | str | None = None,
-    chunk_size: int | str | None = None,
-    shard_size: int | str | None = None,
-    compression: str | None = None,
     ranks: Iterable[int] | None = None,
     stage: int | None = None,
     remove_redundancy: bool = False,
     link_replicas: bool = False,
-    link: bool = False,
     include: Globs = (),
     exclude: Globs = (),
     weights_only: bool = False,
@@ -70,6 +65,7 @@ def convert(
     restart: bool = False,
     progress: Callable[[Progress], None] | bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    **of_format: Any,
 ) -> Report:
     """Convert a checkpoint, as `reshard convert SOURCE TARGET` does.
 
@@ -85,17 +81,10 @@ def convert(
         layouts_of: `checkpoint2` and `dcp`: cut the tensors as in this Checkpoint 2.0.
         same_ranks: `safetensors` and `ckpt`: convert each rank's file as it is cut; only the format changes. The
             default if the sharding of the source is unknown, and for one file.
-        prefix: as for `reshard.plan`.
-        step: as for `reshard.plan`.
-        max_shard_size: as for `reshard.plan`.
-        chunk_size: `zarr`: the most bytes in a chunk, such as `"16MB"`.
-        shard_size: `zarr`: the most bytes of chunks in a file; 0 for each chunk in its own.
-        compression: `zarr`: `zstd`, `zstd:3` and so on.
         ranks: only these ranks of the target.
         stage: only the ranks of this stage of the target's pipeline.
         remove_redundancy: store each block on one of the ranks that would hold it.
         link_replicas: make equal target files links to one file.
-        link: `dcp`: link the files of the source, a DCP, and write the metadata alone.
         include: as in `reshard.Selection`.
         exclude: as in `reshard.Selection`.
         weights_only: as in `reshard.Selection`.
@@ -117,6 +106,7 @@ def convert(
         restart: as for `Plan.run`.
         progress: as for `Plan.run`.
         storage_options: as for `reshard.open`, for both paths.
+        of_format: options of the format, such as `max_shard_size="4GB"`; `reshard formats` lists them.
 
     Returns:
         the bytes read and written, and the files.
@@ -139,10 +129,8 @@ def convert(
     )  # fmt: skip
     options = TargetOptions(
         to=to, target_strategy=target_strategy, layouts_of=layouts_of, ranks=ranks, target_stage=stage,
-        remove_redundancy=remove_redundancy, link_replicas=link_replicas, link=link, same_ranks=same_ranks,
-        prefix=prefix, target_step=step, max_shard_size=size_of(max_shard_size, "max_shard_size"),
-        chunk_size=size_of(chunk_size, "chunk_size"), shard_size=size_of(shard_size, "shard_size"),
-        compression=compression, memory=size_of(memory, "memory"), target_cipher=target_cipher,
+        remove_redundancy=remove_redundancy, link_replicas=link_replicas, same_ranks=same_ranks,
+        of_format=given_options(of_format, "convert"), memory=size_of(memory, "memory"), target_cipher=target_cipher,
     )  # fmt: skip
     path = as_place(target)
     conversion = job(

@@ -14,32 +14,28 @@ from __future__ import annotations
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.api.choices import target_of
+from reshard.api.formats import (
+    CUT,
+    check_options,
+    is_file_name,
+    named_format,
+    only_taker,
+    options_of,
+    refuse_foreign_name,
+)
+from reshard.core.format import named, written
 from reshard.core.layout.arrangement import Arrangement
 from reshard.core.model.checkpoint import Checkpoint
+from reshard.core.options import option_fields
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.make import plan_convert
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
 from reshard.formats.checkpoint2.arrangements import read_layouts
-from reshard.formats.dcp.names import LinkedDCP
-from reshard.formats.kinds import (
-    CUT,
-    DCP_NAME,
-    RANKS,
-    TAKEN_BY,
-    WHOLE,
-    check_options,
-    file_format,
-    files_of,
-    is_file_name,
-    named_word,
-    refuse_foreign_name,
-    word_of,
-)
 from reshard.formats.open import has_several_ranks, is_described, ledger_layout, read_headers
 from reshard.formats.open import open as open_checkpoint
 from reshard.kits.files import check_file_name
@@ -49,10 +45,13 @@ from reshard.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from reshard.api.asked import OpenOptions, TargetOptions
+    from reshard.api.asked import TargetOptions
+    from reshard.core.format import Format
+    from reshard.core.listing import OpenOptions
+    from reshard.core.model.entries import TargetFiles
+    from reshard.core.options import Options
     from reshard.core.plan.plan import Plan
     from reshard.core.storage.places import AnyName, Place
-    from reshard.formats.kinds import AnyFiles
 
 Verb = Literal["convert", "transform", "unify"]
 """The command, which sets the default format: the source's; rank files; a MindSpore set."""
@@ -133,15 +132,14 @@ def job(
     name = _file_name(as_place(checkpoint.root), target, options, to, verb)
     plan = planned(checkpoint, options, to, selection, threads, name=name)
     directory = target.parent if name and target is not None else target
-    notes = [f"format: {to}, {reason}"] if reason else []
-    if to == "hf" and any(".linear_qkv." in each.name or ".linear_fc1." in each.name for each in plan.transfers):
-        notes.append(Text("names are those of Megatron-Core; for Hugging Face's add ", Option("rules")))
+    notes = [f"format: {to.name}, {reason}"] if reason else []
+    notes += to.notes(each.name for each in plan.transfers)
     return Job(plan, directory, target, tuple(notes))
 
 
 def with_format(options: TargetOptions, target: Place, to: str | None) -> TargetOptions:
     """Return the options with a format, unless they or the target's name have one."""
-    return options if options.given(("to", "format", "style")) or named_word(target) else replace(options, to=to)
+    return options if options.given(("to", "format", "style")) or named_format(target) else replace(options, to=to)
 
 
 @contextmanager
@@ -205,7 +203,7 @@ def _fits_other(path: AnyName, opening: OpenOptions, other_strategy: Strategy | 
 # --- the format -------------------------------------------------------------------------------------------------
 
 
-def _stated(options: TargetOptions, target: Place | None, verb: Verb) -> tuple[str | None, str]:
+def _stated(options: TargetOptions, target: Place | None, verb: Verb) -> tuple[Format | None, str]:
     """Return the format by the options or the target's name, with a reason if implied."""
     if options.to and (options.format or options.style):
         conflicting = "--format" if options.format else "--style"  # options of the command line alone
@@ -220,28 +218,32 @@ def _stated(options: TargetOptions, target: Place | None, verb: Verb) -> tuple[s
             hint="leave --format out, or --style",
         )
     if options.style:
-        return word_of(options.style), ""
+        return written(options.style), ""
     if verb == "unify" and options.format == "safetensors":
-        return "mindspore", ""
+        return _unified(), ""
     to = options.to or options.format
     if to or target is None:
-        return to and word_of(to), ""
-    named = named_word(target)
-    if named and (verb == "convert" or named[0] not in RANKS):
-        return named
-    return ("mindspore", "") if verb == "unify" else (None, "")
+        return (written(to) if to else None), ""
+    found = named_format(target)
+    if found and (verb == "convert" or not found[0].one_file):
+        return found
+    return (_unified() if verb == "unify" else None), ""
 
 
-def _of_source(checkpoint: Checkpoint, options: TargetOptions, verb: Verb) -> tuple[str, str]:
+def _unified() -> Format:
+    return named("mindspore")
+
+
+def _of_source(checkpoint: Checkpoint, options: TargetOptions, verb: Verb) -> tuple[Format, str]:
     """Return the default format of a target, by the source, with the reason."""
-    if options.link:
-        return DCP_NAME, ""
-    word = checkpoint.word
+    if only := only_taker(options.of_format):
+        return only, ""
+    like = written(checkpoint.word)
     if verb == "transform":
-        return (word if word in RANKS else "safetensors"), ""
-    if word in WHOLE and options.given(CUT):
-        return "safetensors", f"as {WHOLE[word]} holds whole tensors only"
-    return word, "as the source"
+        return (like if like.one_file else written("safetensors")), ""
+    if like.whole and options.given(CUT):
+        return written("safetensors"), f"as {like.whole} holds whole tensors only"
+    return like, "as the source"
 
 
 # --- options that do not fit ------------------------------------------------------------------------------------
@@ -252,30 +254,30 @@ def _listed(names: Iterable[str]) -> Text:
     return joined(", ", [Text(Option(name)) for name in names])
 
 
-def _refuse_misfits(options: TargetOptions, to: str) -> None:
+def _refuse_misfits(options: TargetOptions, to: Format) -> None:
     """Refuse options that do not go with the format, or with each other.
 
     Raises:
         UsageError: there are such options; the message names them.
     """
-    check_options(to, options.given(TAKEN_BY))
+    check_options(to, options.given([*CUT, "same_ranks", *options.of_format]))
     if options.layouts_of and options.target_strategy:
         raise UsageError(
             Text(Option("layouts_of"), " and ", Option("target_strategy"), " both say how tensors are cut"),
             code="conflicting-options", hint="leave one out",
         )  # fmt: skip
-    if to == "checkpoint2" and options.max_shard_size is not None and (options.layouts_of or options.target_strategy):
-        size = Option("max_shard_size")
-        raise UsageError(
-            Text(size, " is for whole tensors; ranks have one file each"), code="option-of-another-format",
-            hint=Text("leave ", size, " out"),
-        )  # fmt: skip
-    if options.link:
-        conflicting = options.given(name for name in (*TAKEN_BY, "memory", "target_cipher") if name != "link")
-        if conflicting:
+    for field in option_fields(to.options):
+        if field.whole and field.option in options.of_format and (options.layouts_of or options.target_strategy):
             raise UsageError(
-                Text(Option("link"), " keeps files and blocks as they are"), code="option-of-another-format",
-                hint=Text("leave ", _listed(conflicting), " out, or ", Option("link")),
+                Text(Option(field.option), " is for whole tensors; ranks have one file each"),
+                code="option-of-another-format", hint=Text("leave ", Option(field.option), " out"),
+            )  # fmt: skip
+        others = options.given([*CUT, "same_ranks", *options.of_format, "memory", "target_cipher"])
+        conflicting = [name for name in others if name != field.option]
+        if field.alone and field.option in options.of_format and conflicting:
+            raise UsageError(
+                Text(Option(field.option), " keeps files and blocks as they are"), code="option-of-another-format",
+                hint=Text("leave ", _listed(conflicting), " out, or ", Option(field.option)),
             )  # fmt: skip
 
 
@@ -285,21 +287,26 @@ def _refuse_copies(options: TargetOptions) -> None:
     Raises:
         UsageError: there is such an option.
     """
-    for name in options.given(("link", "same_ranks")):
+    alone = (
+        [each.option for each in option_fields(only.options) if each.alone]
+        if (only := only_taker(options.of_format))
+        else []
+    )
+    for name in options.given((*alone, "same_ranks")):
         raise UsageError(
             Text(Option(name), " keeps blocks as they are, and ", Option("dequantize"), " computes others"),
             code="conflicting-options", hint=Text("leave ", Option(name), " out"),
         )  # fmt: skip
 
 
-def _file_name(source: Place, target: Place | None, options: TargetOptions, to: str, verb: Verb) -> str | None:
+def _file_name(source: Place, target: Place | None, options: TargetOptions, to: Format, verb: Verb) -> str | None:
     """Return the name of the target file if the target is one file, else None.
 
     Raises:
         UsageError: its name is of another format, or options ask for several ranks.
         TargetError: it is a directory, and the source is one file.
     """
-    if verb != "convert" or target is None or to not in RANKS:
+    if verb != "convert" or target is None or not to.one_file:
         return None
     named = is_file_name(target)
     cut = options.given(CUT)
@@ -314,10 +321,10 @@ def _file_name(source: Place, target: Place | None, options: TargetOptions, to: 
     if target.is_dir():
         raise TargetError(
             f"{target} is a directory, and {source} is one file", code="is-directory",
-            hint=f"name a file, such as {target / source.name.rpartition('.')[0]}.{to}",
+            hint=f"name a file, such as {target / source.name.rpartition('.')[0]}.{to.name}",
         )  # fmt: skip
-    check_file_name(target, to)
-    if options.prefix is not None:
+    check_file_name(target, to.name)
+    if "prefix" in options.of_format:
         raise UsageError(
             Text(Option("prefix"), f" is for the files of ranks, and {target.name} is one file"), code="one-file",
             hint=Text("leave ", Option("prefix"), " out"),
@@ -333,7 +340,7 @@ def _kept_ranks(
     target: Place | None,
     opening: OpenOptions,
     options: TargetOptions,
-    to: str | None,
+    to: Format | None,
     selection: Selection,
     verb: Verb,
 ) -> str | None:
@@ -345,7 +352,7 @@ def _kept_ranks(
     if options.same_ranks:
         return ""
     undescribed = opening.strategy is None and not _SHARDED.keys() & {*opening.given}
-    if verb != "convert" or to not in RANKS or not undescribed or options.given(CUT):
+    if verb != "convert" or to is None or not to.one_file or not undescribed or options.given(CUT):
         return None
     if source.is_file():
         as_it_is = options.memory is None and not _choices(selection)
@@ -365,7 +372,7 @@ def _of_same_ranks(
     target: Place | None,
     opening: OpenOptions,
     options: TargetOptions,
-    to: str | None,
+    to: Format | None,
     selection: Selection,
     threads: int | None,
     note: str,
@@ -389,10 +396,10 @@ def _of_same_ranks(
         )  # fmt: skip
     name = _file_name(source, target, options, to, "convert") if source.is_file() else None
     plan = plan_convert(
-        source, to, name=name, **opening.of_files, drop=selection.drop, threads=threads,
+        source, to.name, name=name, **opening.of_files, drop=selection.drop, threads=threads,
         target_cipher=options.target_cipher, rules=selection.rules,
     )  # fmt: skip
-    notes = [f"format: {to}, {reason}"] if reason else []
+    notes = [f"format: {to.name}, {reason}"] if reason else []
     directory = target.parent if name and target is not None else target
     return Job(plan, directory, target, (*notes, *([note] if note else ())))
 
@@ -410,40 +417,35 @@ def _choices(selection: Selection) -> list[str]:
 def planned(
     checkpoint: Checkpoint,
     options: TargetOptions,
-    to: str | None,
+    to: Format | None,
     selection: Selection,
     threads: int | None,
     *,
     name: str | None = None,
-    files: AnyFiles | None = None,
+    files: TargetFiles | Options | None = None,
+    encoding: str | None = None,
 ) -> Plan:
     """Plan the conversion of an opened checkpoint.
 
     Args:
         checkpoint: the checkpoint.
         options: the options of the target, which suit the format.
-        to: the word for its format.
+        to: its format; None if `files` say it.
         selection: which tensors.
         threads: the most threads that a run may have.
         name: the name of the target file, if it is only one.
-        files: another way to lay out the files; `to` is then their format, or None.
+        files: the options of a format, or another way to lay out the files.
+        encoding: the format of these files.
     """
-    if options.link:
-        return make_plan(checkpoint, files=LinkedDCP(), selection=selection)
     layout: Strategy | Arrangement | None
     if options.layouts_of is not None:
         layout = read_layouts(options.layouts_of)
     else:
         layout = target_of(options.target_strategy, checkpoint, selection)
-    if files is None and to is not None:
-        files = files_of(
-            to, name, prefix=options.prefix, step=options.target_step, max_shard_size=options.max_shard_size,
-            chunk_size=options.chunk_size, shard_size=options.shard_size, compression=options.compression,
-        )  # fmt: skip
-        to = file_format(to)
-    prefix: dict[str, Any] = {} if options.prefix is None else {"prefix": options.prefix}
+    if to is not None:
+        files, encoding = options_of(to, options.of_format, name), to.encoding or None
     return make_plan(
-        checkpoint, layout, format=to, files=files, ranks=options.ranks, stage=options.target_stage,
+        checkpoint, layout, format=encoding, files=files, ranks=options.ranks, stage=options.target_stage,
         selection=selection, remove_redundancy=options.remove_redundancy, link_replicas=options.link_replicas,
-        memory=options.memory, threads=threads, target_cipher=options.target_cipher, **prefix,
+        memory=options.memory, threads=threads, target_cipher=options.target_cipher,
     )  # fmt: skip

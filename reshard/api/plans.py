@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
 from reshard.api.choices import client_of, refuse_format, run_plan, selection_of
+from reshard.api.formats import CUT, check_options, given_options, keyword_of
 from reshard.api.jobs import planned
 from reshard.arguments import checked
+from reshard.core.format import written
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.inputs import Selection, globs
 from reshard.core.plan.make import with_memory
@@ -20,7 +22,6 @@ from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.s3.options import use_options
 from reshard.errors import UsageError, names
-from reshard.formats.kinds import RANKS, TAKEN_BY, check_options, word_of
 from reshard.messages import warn
 from reshard.sizes import size_of
 from reshard.strategy.names import ranges_text
@@ -31,15 +32,17 @@ if TYPE_CHECKING:
 
     from reshard.api.checkpoints import Checkpoint
     from reshard.api.choices import Globs
+    from reshard.core.format import Format
     from reshard.core.layout.arrangement import Arrangement
     from reshard.core.model.checkpoint import Checkpoint as SourceRecord
+    from reshard.core.model.entries import TargetFiles
+    from reshard.core.options import Options
     from reshard.core.plan.plan import Plan as Record
     from reshard.core.plan.plan import Stats
     from reshard.core.run.graph import Graph
     from reshard.core.run.settings import Progress, Report
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName
-    from reshard.formats.kinds import AnyFiles
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
     from reshard.strategy.strategy import Strategy
@@ -53,10 +56,7 @@ def plan(
     target: Strategy | Arrangement | AnyName | None = None,
     *,
     format: str | None = None,  # noqa: A002 -- the word of every such tool
-    prefix: str | None = None,
-    step: int | None = None,
-    max_shard_size: int | str | None = None,
-    files: AnyFiles | None = None,
+    files: TargetFiles | Options | None = None,
     ranks: Iterable[int] | None = None,
     stage: int | None = None,
     selection: Selection | None = None,
@@ -74,6 +74,7 @@ def plan(
     memory: int | str | None = None,
     threads: int | None = None,
     target_cipher: Cipher | None = None,
+    **of_format: Any,
 ) -> Plan:
     """Plan the conversion of a checkpoint; nothing is read or written.
 
@@ -84,13 +85,8 @@ def plan(
         format: `safetensors` or `ckpt`, files of ranks; `hf` or `mindspore`, a set of whole tensors; `dcp`, of PyTorch;
             `checkpoint2`, of MindSpore Transformers; `deepspeed-universal`, of DeepSpeed; `orbax`, of JAX;
             `zarr`, a store. By default ckpt if all files of the source are .ckpt, else safetensors.
-        prefix: files of ranks are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` behind the rank if the source
-            is one stage of a pipeline; by default `checkpoint_`. For a Checkpoint 2.0 the beginning of file names.
-        step: `checkpoint2` and `dcp`: the number of training steps done.
-        max_shard_size: `hf`, `mindspore`, `dcp` and `checkpoint2`: the most bytes of tensors in a file, such as
-            `"4GB"`; one tensor alone may have more. By default, a set that is made of a set, or of a store of one, has
-            files as large as the source's.
-        files: another way to lay out the target's files, such as `reshard.ZarrGroup(compression="zstd")`.
+        files: the options of a format as an object, such as `reshard.ZarrGroup(compression="zstd")`, in place of
+            `format`; or another way to lay out files of ranks.
         ranks: only these ranks of the target; by default all.
         stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it
             if there are others; tensors that it does not name are dropped.
@@ -111,6 +107,7 @@ def plan(
             enough, at URLs 256 MB, and some kB a tensor.
         threads: the most threads that a run may have, fewer if `memory` is for fewer; by default 4.
         target_cipher: encrypts the target files, of format `ckpt`, as MindSpore does; needs the `crypto` extra.
+        of_format: options of the format, such as `max_shard_size="4GB"`; `reshard formats` lists them.
 
     Raises:
         reshard.SourceError: weights are missing or would be dropped; all at once. Also a target layout that does not
@@ -138,34 +135,28 @@ def plan(
     )  # fmt: skip
     options = TargetOptions(
         target_strategy=target, ranks=ranks, target_stage=stage, remove_redundancy=remove_redundancy,
-        link_replicas=link_replicas, prefix=prefix or None, target_step=step,
-        max_shard_size=size_of(max_shard_size, "max_shard_size"), memory=size_of(memory, "memory"),
+        link_replicas=link_replicas, of_format=given_options(of_format, "plan"), memory=size_of(memory, "memory"),
         target_cipher=target_cipher,
     )  # fmt: skip
-    if files is None:
-        format = _word(record, format)  # noqa: A001 -- as above
-        check_options(format, options.given(TAKEN_BY))
-    elif refused := options.given(["max_shard_size", "target_step"]):
-        listed = " and ".join(name.removeprefix("target_") for name in refused)
+    to = None if files is not None else _format(record, format)
+    if to is not None:
+        check_options(to, options.given([*CUT, *options.of_format]))
+    elif options.of_format:
+        listed = " and ".join(map(keyword_of, options.of_format))
         raise UsageError(
             f"files= does not go with {listed}", code="option-of-another-format",
             hint=f"give {listed} to {type(files).__name__}",
         )  # fmt: skip
-    result = planned(record, options, format, selection or Selection(), threads, files=files)
+    result = planned(record, options, to, selection or Selection(), threads, files=files, encoding=format)
     refuse_unused(result, selection)
     warn(text for text in result.warnings if text not in record.warnings)
     return Plan(result)
 
 
-def _word(source: SourceRecord, format: str | None) -> str:  # noqa: A002 -- as above
-    """Return the word for the format of a plan.
-
-    By default it is ckpt if all files of the source are .ckpt, else safetensors.
-    """
-    if format is not None:
-        return word_of(format)
-    word = source.word
-    return word if word in RANKS else "safetensors"
+def _format(source: SourceRecord, format: str | None) -> Format:  # noqa: A002 -- as above
+    """Return the format of a plan; by default files of ranks, in the encoding of the source's if all have the same."""
+    like = written(source.word if format is None else format)
+    return like if format is not None or like.one_file else written("safetensors")
 
 
 class Plan:

@@ -11,11 +11,13 @@ import dask.array as da
 import numpy as np
 from dask.base import is_dask_collection
 
-from reshard.api.asked import OpenOptions, TargetOptions
+from reshard.api.asked import TargetOptions
 from reshard.api.choices import carried_out, client_of
+from reshard.api.formats import given_options
 from reshard.api.jobs import job, with_format
 from reshard.arguments import checked
 from reshard.core.format import options_refused
+from reshard.core.listing import OpenOptions
 from reshard.core.model.checkpoint import Checkpoint
 from reshard.core.model.facts import ARRAYS, Computation, Opening
 from reshard.core.plan.inputs import Selection
@@ -197,12 +199,6 @@ def write(
     *,
     format: str | None = None,  # noqa: A002 -- the word of every such tool
     strategy: Strategy | AnyName | None = None,
-    prefix: str | None = None,
-    step: int | None = None,
-    max_shard_size: int | str | None = None,
-    chunk_size: int | str | None = None,
-    shard_size: int | str | None = None,
-    compression: str | None = None,
     ranks: Iterable[int] | None = None,
     remove_redundancy: bool = False,
     link_replicas: bool = False,
@@ -215,6 +211,7 @@ def write(
     restart: bool = False,
     progress: Callable[[Progress], None] | bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    **of_format: Any,
 ) -> Report:
     """Write dask or numpy arrays as a checkpoint of any layout and format.
 
@@ -227,12 +224,6 @@ def write(
         format: as `to` of `reshard.convert`; by default the one that the target's name implies, else `safetensors` with
             a strategy, and a set for Hugging Face (`hf`) without.
         strategy: which rank holds which block: a strategy, a strategy file, or rules (`.yaml`); None for whole tensors.
-        prefix: as for `reshard.plan`.
-        step: as for `reshard.plan`.
-        max_shard_size: as for `reshard.plan`.
-        chunk_size: as for `reshard.convert`.
-        shard_size: as for `reshard.convert`.
-        compression: as for `reshard.convert`.
         ranks: only these ranks of the target.
         remove_redundancy: store each block on one of the ranks that would hold it.
         link_replicas: make equal target files links to one file.
@@ -247,6 +238,7 @@ def write(
         restart: as for `Plan.run`.
         progress: as for `Plan.run`.
         storage_options: as for `reshard.open`, for the target.
+        of_format: options of the format, as for `reshard.convert`.
 
     Raises:
         reshard.UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes; options that
@@ -267,9 +259,7 @@ def write(
     source = assign(Checkpoint(ARRAYS, {}, (), (), opening=Opening(by_file=True)), arrays)
     options = TargetOptions(
         to=format, target_strategy=strategy, ranks=ranks, remove_redundancy=remove_redundancy,
-        link_replicas=link_replicas, prefix=prefix, target_step=step,
-        max_shard_size=size_of(max_shard_size, "max_shard_size"), chunk_size=size_of(chunk_size, "chunk_size"),
-        shard_size=size_of(shard_size, "shard_size"), compression=compression, memory=size_of(memory, "memory"),
+        link_replicas=link_replicas, of_format=given_options(of_format, "write"), memory=size_of(memory, "memory"),
         target_cipher=target_cipher,
     )  # fmt: skip
     path = as_place(target)

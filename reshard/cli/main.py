@@ -38,7 +38,7 @@ from reshard.formats.open import open as open_checkpoint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.api.asked import OpenOptions
+    from reshard.core.listing import OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.rules.rules import Rules

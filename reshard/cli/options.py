@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from reshard.api.asked import OpenOptions, TargetOptions
+from reshard.api.asked import TargetOptions
+from reshard.api.formats import help_of
 from reshard.cli.commands import GroupedOption, option, record
 from reshard.cli.terminal import JSON
 from reshard.cli.values import (
@@ -29,14 +30,19 @@ from reshard.cli.values import (
     read_cipher,
     size,
 )
+from reshard.core.format import targets
+from reshard.core.listing import OpenOptions
+from reshard.core.options import takers
 from reshard.core.run.clusters.names import is_word
 from reshard.core.run.settings import RunOptions
 from reshard.core.storage.cipher import MODE, MODES
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
+    from reshard.core.format import Format
+    from reshard.core.options import OptionField
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place
 
@@ -314,7 +320,13 @@ def _target_of(*, target_cipher: Cipher | None, encryption: str | None, **values
     if encryption and not target_cipher:
         raise UsageError("--encryption needs the key of TARGET", code="no-key", hint="add --target-key-file FILE")
     cipher = replace(target_cipher, mode=encryption) if target_cipher and encryption else target_cipher
-    return TargetOptions(target_cipher=cipher, **values)
+    of_format = {name: values.pop(name) for name in _BY_OPTION}
+    given = {name: value for name, value in of_format.items() if value is not None and value is not False}
+    return TargetOptions(target_cipher=cipher, of_format=given, **values)
+
+
+def _named(formats: Iterable[Format]) -> str:
+    return ", ".join(each.name for each in formats)
 
 
 def _format_options(verb: str) -> tuple[GroupedOption, ...]:
@@ -323,14 +335,8 @@ def _format_options(verb: str) -> tuple[GroupedOption, ...]:
     default = "by --style" if verb == "unify" else "the source's"
     to = _target(
         "--to", in_short_help=not old, hidden=old, type=ToType(), metavar="FORMAT",
-        help="ckpt or safetensors (files of ranks, or one file), hf or mindspore (a set of whole tensors), dcp, "
-        "checkpoint2, deepspeed-universal, orbax, or zarr. A DCP is of PyTorch, a Checkpoint 2.0 of MindSpore "
-        "Transformers, a checkpoint of Orbax of JAX. "
-        "A Universal Checkpoint is made of a checkpoint of DeepSpeed, which goes on from it. The files of hf are "
-        "model-00001-of-00002.safetensors and so on with model.safetensors.index.json; those of mindspore "
-        "part0.safetensors with param_name_map.json, and hyper_param.safetensors for what the strategy does not name. "
-        "dcp and checkpoint2 are of blocks with --target-strategy or --layouts-of, else of whole tensors, which load "
-        "on every number of devices.  "
+        help=f"{_named(targets())}, or one of a package; `reshard formats` says what they are, "
+        "and which options they take.  "
         "[default: as TARGET is named, else as SOURCE]",
     )  # fmt: skip
     words = _target(
@@ -339,41 +345,34 @@ def _format_options(verb: str) -> tuple[GroupedOption, ...]:
     )  # fmt: skip
     style = _target(
         "--style", in_short_help=old, hidden=not old, type=StyleType(), metavar="STYLE",
-        help="Names of the files of a set: huggingface, mindspore or checkpoint2.",
+        help="Names of the files of a set, or of a checkpoint in parts.",
     )  # fmt: skip
     return to, words, style
 
 
+def _option_of_formats(name: str, fields: Sequence[tuple[Format, OptionField]]) -> GroupedOption:
+    """Return an option that some formats take, with their help."""
+    field = fields[0][1]
+    kinds: dict[str, dict[str, Any]] = {"size": _SIZE, "count": _NUMBER, "flag": {"is_flag": True}, "text": {}}
+    more = {"metavar": field.metavar, **kinds[field.kind]} if field.metavar else kinds[field.kind]
+    return _target(f"--{name.replace('_', '-')}", help=help_of(fields), **more)
+
+
+_BY_OPTION = takers(targets())
+_OF_FORMATS = tuple(_option_of_formats(name, fields) for name, fields in _BY_OPTION.items())
+"""The options that single formats take."""
+
 _TARGET = (
     _target(
         "--layouts-of", type=READ_PLACE, metavar="CHECKPOINT",
-        help="checkpoint2, dcp: cut the tensors as in this Checkpoint 2.0, of which metadata.json is enough, in place "
-        "of --target-strategy.",
+        help=f"{_named(each for each in targets() if each.takes_layouts)}: cut the tensors as in this checkpoint, "
+        "of which the metadata are enough, in place of --target-strategy.",
     ),
-    _target(
-        "--max-shard-size", **_SIZE,
-        help="hf, mindspore, dcp, checkpoint2: most tensor bytes in a file of whole tensors. One tensor alone may have "
-        "more.  [default: as in the files of a set that is read, else 4GB; dcp: 1GiB]",
-    ),
-    _target(
-        "--prefix", metavar="PREFIX",
-        help="What names of files begin with: rank_0/PREFIX0.ckpt and so on, or PREFIX-model-… of checkpoint2.  "
-        "[default: checkpoint_; for checkpoint2 the source's prefix, else checkpoint]",
-    ),
-    _target(
-        "--target-step", **_NUMBER,
-        help="checkpoint2: how many steps the training has done; TARGET/iteration_N is written, and the tracker names "
-        "it.  [default: what the source says]  dcp: write to TARGET/iter_N, as Megatron does.  [default: TARGET "
-        "itself]",
-    ),
-    _target(
-        "--link", is_flag=True,
-        help="dcp: link the files of SOURCE, a DCP or the directory of several, and write .metadata alone: to rename, "
-        "leave out or merge takes no time and no space.",
-    ),
+    *_OF_FORMATS,
     _target(
         "--same-ranks", is_flag=True,
-        help="ckpt, safetensors: keep each rank's blocks as they are; only format and --drop apply, and --rules if "
+        help=f"{_named(each for each in targets() if each.one_file)}: keep each rank's blocks as they are; only format "
+        "and --drop apply, and --rules if "
         "SOURCE is one file. No strategy is needed.  [default: if nothing says how SOURCE was sharded, and --to is "
         "given]",
     ),
@@ -386,16 +385,6 @@ _TARGET = (
         "--target-stage", **_NUMBER,
         help="Only the ranks of this stage of a pipeline target; with --target-strategy of that stage or of all.",
     ),
-    _target(
-        "--chunk-size", **_SIZE,
-        help="zarr, orbax: the most bytes in a chunk, such as 16MB.  [default: chunks are the source's blocks]",
-    ),
-    _target(
-        "--shard-size", **_SIZE,
-        help="zarr, orbax: the most bytes of chunks in a file; 0 for each chunk in its own.  [default: 64MiB if chunks "
-        "are small]",
-    ),
-    _target("--compression", metavar="CODEC", help="zarr, orbax: zstd, or zstd:LEVEL like zstd:3.  [default: none]"),
     memory_option,
     target_key_option,
     _target(

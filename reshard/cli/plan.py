@@ -33,7 +33,8 @@ from reshard.view.progress import READING, phase
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.api.asked import OpenOptions, TargetOptions
+    from reshard.api.asked import TargetOptions
+    from reshard.core.listing import OpenOptions
     from reshard.core.plan.inputs import Selection
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli.commands import INPUTS, KEY_FILES, OUTPUTS, STRATEGIES, WARNINGS, typed
+from reshard.core.format import targets, written
 from reshard.core.layout.block import LONGEST_NAME
 from reshard.core.run.clusters.names import is_address, is_word
 from reshard.core.storage.cipher import Cipher, read_key
@@ -19,7 +20,6 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import is_text, parse_json, pointed, read_small
 from reshard.dtypes import by_name
 from reshard.errors import Faults, UsageError
-from reshard.formats.kinds import CHECKPOINT2_NAME, OTHER_WORDS, TO
 from reshard.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -253,22 +253,28 @@ class StyleType(click.Choice[str]):
     """The style of a target: the names of its files, and its index and sidecar files."""
 
     def __init__(self) -> None:
-        super().__init__(["mindspore", "huggingface", CHECKPOINT2_NAME])
+        super().__init__([(*each.aliases, each.name)[0] for each in targets() if not each.one_file and not each.called])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the style for a word."""
-        return super().convert({"hf": "huggingface", "ms": "mindspore"}.get(value, value), param, ctx)
+        try:
+            return written(str(value)).name
+        except UsageError:
+            return super().convert(value, param, ctx)
 
 
 class ToType(click.Choice[str]):
     """The format of a target."""
 
     def __init__(self) -> None:
-        super().__init__(TO)
+        super().__init__([each.name for each in targets()])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the format for a word."""
-        return super().convert(OTHER_WORDS.get(str(value).lower(), value), param, ctx)
+        try:
+            return written(str(value).lower()).name
+        except UsageError:
+            return super().convert(value, param, ctx)
 
 
 READ, READ_PLACE, WEIGHTED_PLACE = PathType(INPUTS), PathType(INPUTS, remote=True), WeightedType()

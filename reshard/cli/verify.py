@@ -30,7 +30,7 @@ from reshard.errors import UsageError, VerifyError
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
-    from reshard.api.asked import OpenOptions
+    from reshard.core.listing import OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import reshard
-from reshard.api.asked import OpenOptions
 from reshard.cli.carry import KEYS, carry_out
 from reshard.cli.commands import Command, option
 from reshard.cli.options import (
@@ -22,6 +21,7 @@ from reshard.cli.options import (
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say, say_warnings
 from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE, split_weight
+from reshard.core.listing import OpenOptions
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan as make_plan

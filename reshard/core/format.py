@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Directory
     from reshard.core.model.objects import Objects
+    from reshard.core.options import Options
     from reshard.core.storage.places import Place
     from reshard.core.target import Target
 
@@ -92,6 +93,13 @@ class Format:
         carries: it can hold objects that are not tensors, of other formats, too.
         describes: its files say how tensors are cut, so that it needs no strategy.
         has_steps: a checkpoint may be asked for by the number of its step.
+        aliases: other words for it.
+        whole: what a target is called that holds whole tensors only, such as `a zarr store`; empty if it holds blocks.
+        encoding: the format of the files of a target; empty if it has its own.
+        extension: the extension of a name by which a target is of this format, without a dot; empty for none.
+        one_file: a target may be one file.
+        called: what a target is called, such as `a zarr store`; empty if it is just its files.
+        takes_layouts: a target may be cut as another checkpoint says, in place of a strategy.
     """
 
     name: str
@@ -108,6 +116,13 @@ class Format:
     carries: bool = False
     describes: bool = True
     has_steps: bool = True
+    aliases: tuple[str, ...] = ()
+    whole: str = ""
+    encoding: str = ""
+    extension: str = ""
+    one_file: bool = False
+    called: str = ""
+    takes_layouts: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return named, (self.name,)
@@ -116,9 +131,13 @@ class Format:
         return f"<Format {self.name}>"
 
     @property
-    def target(self) -> type[Target] | None:
-        """Return how it is written; None if it is only read."""
+    def options(self) -> type[Options] | None:
+        """Return the class of its options as a target; None if it is only read."""
         return None
+
+    def target(self, options: Options) -> type[Target]:
+        """Return how it is written with some options."""
+        raise NotImplementedError
 
     def find(self, here: Listing) -> Found | None:  # noqa: ARG002 -- subclasses use it
         """Return the checkpoint in a directory, or of a file, by its names; None if it is none of this format.
@@ -142,6 +161,14 @@ class Format:
     def word_of(self, checkpoint: Checkpoint) -> str:  # noqa: ARG002 -- subclasses use it
         """Return the word of `to` for a target like a checkpoint of this format."""
         return self.name
+
+    def notes(self, names: Iterable[str]) -> Sequence[str]:  # noqa: ARG002 -- subclasses use it
+        """Return notes for the user about a target with tensors of these names."""
+        return ()
+
+    def metadata_of(self, checkpoint: Checkpoint) -> Sequence[str]:  # noqa: ARG002 -- subclasses use it
+        """Return the paths of further files of metadata, which a plan file notes like those of tensors."""
+        return ()
 
     # --- of runs ------------------------------------------------------------------------------------------------
 
@@ -264,6 +291,37 @@ def named(name: str) -> Format:
                 return each
     known = ", ".join(each.name for each in formats(packages=True))
     raise UsageError(f"unknown format {name!r:.60}; known are {known}", code="unknown-format")
+
+
+def targets(*, packages: bool = False) -> tuple[Format, ...]:
+    """Return the formats that can be written; arguments as for `formats`."""
+    return tuple(each for each in reversed(formats(packages=packages)) if each.options is not None)
+
+
+def written(word: str) -> Format:
+    """Return the format of a target by its word or an alias.
+
+    Raises:
+        UsageError: there is none that can be written.
+
+    >>> written("huggingface").name, written("ckpt").name
+    ('hf', 'ckpt')
+    """
+    for packages in (False, True):
+        for each in targets(packages=packages):
+            if word == each.name or word in each.aliases:
+                return each
+    known = ", ".join(each.name for each in targets(packages=True))
+    raise UsageError(f"unknown format {word!r:.60}; known are {known}", code="unknown-format")
+
+
+def format_of(options: object) -> Format | None:
+    """Return the format of the options of a target; None if they are of none."""
+    for packages in (False, True):
+        for each in targets(packages=packages):
+            if type(options) is each.options:
+                return each
+    return None
 
 
 def find(here: Listing, iteration: int | None = None) -> Found:

@@ -43,7 +43,7 @@ _LEGACY_SAVE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9"
 _REMOTE_WINDOW = 16 << 10  # a .ckpt file has no index: each large tensor takes a request, which should be short
 
 
-def formats() -> tuple[Format, ...]:
+def encodings() -> tuple[Format, ...]:
     """Return all formats, the most easily recognized first."""
     from reshard.kits import ckpt, safetensors
 
@@ -57,7 +57,7 @@ def check_name(path: str, written: str) -> None:
         UsageError: it does, such as a store `x.zarr` of safetensors files, or a safetensors file `x.ckpt`.
     """
     named = PurePath(path).suffix.removeprefix(".")
-    if named in {"zarr", *(format_.NAME for format_ in formats())} - {written}:
+    if named in {"zarr", *(format_.NAME for format_ in encodings())} - {written}:
         raise UsageError(
             f"{path} is the name of a {named} {'store' if named == 'zarr' else 'file'}, and the format is {written}",
             code="wrong-extension",
@@ -87,10 +87,10 @@ def by_name(name: str) -> Format:
     Raises:
         UsageError: there is no such format.
     """
-    for format_ in formats():
+    for format_ in encodings():
         if name == format_.NAME:
             return format_
-    known_names = ", ".join(format_.NAME for format_ in formats())
+    known_names = ", ".join(format_.NAME for format_ in encodings())
     raise UsageError(f"unknown format {name!r}", code="unknown-format", facts=[f"known formats: {known_names}"])
 
 
@@ -98,7 +98,7 @@ def is_known(path: str) -> bool:
     """Return whether a file has a known format, by its first bytes rather than its name."""
     reader = RangeReader(path, window=0)
     start = reader.upto(0, 64)
-    return any(format_.recognizes(start, reader.size) for format_ in formats())
+    return any(format_.recognizes(start, reader.size) for format_ in encodings())
 
 
 def is_save(path: str) -> bool:
@@ -150,7 +150,7 @@ def _with_tensors(path: str, index: FileIndex) -> FileIndex:
 def _index(path: str, store: RangeStore | None, head: bytes) -> FileIndex:
     reader = RangeReader(path, store=store, window=_REMOTE_WINDOW if can(path).has_latency else 4096, head=head)
     start = reader.upto(0, len(head) or (REMOTE_HEAD if can(path).has_latency else 64))[:64]
-    for format_ in formats():
+    for format_ in encodings():
         if format_.recognizes(start, reader.size):
             return format_.index(reader)
     if not reader.size:

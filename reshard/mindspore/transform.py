@@ -17,12 +17,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.core.model.entries import NamedFile
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
 from reshard.core.storage.local import local_store
 from reshard.errors import Faults, SourceError, UsageError
 from reshard.formats.open import open as open_source
+from reshard.formats.ranks.options import RankFiles
 from reshard.kits.files import index_file
 from reshard.mindspore.arguments import (
     FORMATS,
@@ -128,7 +128,7 @@ def transform_checkpoints(
         source,
         after,
         format=output_format,
-        prefix=ckpt_prefix,
+        files=RankFiles(prefix=ckpt_prefix),
         stage=own_stage(after),
         selection=Selection(drop="*", allow_missing="*"),
         threads=threads,
@@ -214,7 +214,7 @@ def transform_checkpoint_by_rank(
         source,
         after,
         format=format,
-        files=NamedFile(target.name),
+        files=RankFiles(name=target.name),
         ranks=None if after is None else [rank_id],
         stage=own_stage(after),
         selection=Selection(drop="*", allow_missing="*"),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.core.model.entries import NamedFile, SizedTensor
+from reshard.core.model.entries import SizedTensor
 from reshard.core.plan.budget import THREADS
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
@@ -28,6 +28,7 @@ from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
 from reshard.formats.open import open as open_source
+from reshard.formats.ranks.options import RankFiles
 from reshard.formats.sets.options import MindSporeSet, share_of
 from reshard.kits.indexes import read_index
 from reshard.mindspore.arguments import (
@@ -250,7 +251,7 @@ def load_distributed_checkpoint(
     if network is None:
         if rank_id is not None:
             check_rank("rank_id", rank_id)
-        files = NamedFile(f"rank_{'{rank}' if rank_id is None else rank_id}/net.{output_format}")
+        files = RankFiles(name=f"rank_{'{rank}' if rank_id is None else rank_id}/net.{output_format}")
         # Whole tensors have one rank, of any number.
         ranks = None if rank_id is None or after is None else [rank_id]
         if dst_safetensors_dir is None:

@@ -11,13 +11,11 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.format import format_of, targets
 from reshard.core.layout.block import Block
 from reshard.core.plan.changes import changes_of, described, left_out_text
 from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import Option, Text, bytes_text, joined, names, printable
-from reshard.formats.kinds import DCP_NAME, UNIVERSAL_NAME
-from reshard.formats.zarr.layout import NAME as ZARR
-from reshard.formats.zarr.layout import OrbaxTree
 from reshard.strategy.names import group_names, ranges_text
 
 if TYPE_CHECKING:
@@ -169,8 +167,9 @@ def kinds_text(formats: Iterable[str], *, index: bool = False) -> str:
     ('2 ckpt files', '1 safetensors file and its index', 'a zarr store of 31 files')
     """
     counted = Counter(formats)
-    if counted.keys() == {ZARR}:
-        return f"a zarr store of {count_text(counted[ZARR], 'file')}"
+    called = next((each.called for each in targets() if {each.name} == counted.keys()), "")
+    if called:
+        return f"{called} of {count_text(sum(counted.values()), 'file')}"
     files = " and ".join(count_text(count, f"{kind} file") for kind, count in sorted(counted.items()))
     its = "its" if counted.total() == 1 else "their"
     return f"{files} and {its} index" if index else files
@@ -336,18 +335,15 @@ def _encrypted(plan: Plan) -> str:
 
 def _written_text(plan: Plan) -> str:
     """Count the target files by format."""
-    if plan.format == UNIVERSAL_NAME:
-        return f"a Universal Checkpoint of {count_text(len(plan.files), 'file')}"
-    if plan.request and isinstance(plan.request.files, OrbaxTree):
-        return f"a checkpoint of Orbax of {count_text(len(plan.files), 'file')}"
+    target = format_of(plan.request.files) if plan.request else None
     kinds = [plan.format for file in plan.files if plan.exclusive or not file.last]
-    if plan.format != DCP_NAME and any(file.pointer for file in plan.files):
-        return f"a Checkpoint 2.0 of {kinds_text(kinds)}"
+    if target is not None and target.called:
+        files = count_text(len(plan.files), "file") if target.encoding else kinds_text(kinds)
+        return f"{target.called} of {files}"
     written = kinds_text(kinds, index=len(kinds) < len(plan.files))
     sidecars = sum(file.last for file in plan.files) - 1
-    return (
-        f"{written}, and {count_text(sidecars, 'file')} beside" if sidecars > 0 and plan.format != DCP_NAME else written
-    )
+    has_sidecars = sidecars > 0 and (target is None or not target.describes)
+    return f"{written}, and {count_text(sidecars, 'file')} beside" if has_sidecars else written
 
 
 def _written(plan: Plan, directory: str, *, write: str, link: str) -> str:

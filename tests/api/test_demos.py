@@ -72,7 +72,7 @@ def test_a_checkpoint_of_torchtitan_is_complete_and_says_nothing_of_reshard(tmp_
 def test_a_training_has_one_nan(tmp_path: Path) -> None:
     home = reshard.demo("training", tmp_path)
     steps = [reshard.open(home / f"step-{number}") for number in (1000, 2000, 3000)]
-    assert [step.format for step in steps] == ["safetensors", "distcp", "safetensors"]
+    assert [step.format for step in steps] == ["safetensors", "dcp", "hf"]
     assert [sum(each.nans for each in step.stats().groups("name").values()) for step in steps] == [0, 1, 0]
 
 

@@ -179,7 +179,18 @@ def test_every_annotation_is_understood() -> None:
         for word in re.findall(r"[\w.]+", re.sub(r"Callable\[.*?\]|'.*?'|\".*?\"", "", text))
     }
     known = {*arguments._ALIASES, *arguments._WORDS, *reshard.__all__, "Any", "None", "Literal", "Mapping"}
-    known |= {"Iterable", "Sequence", "Collection", "Arrangement", "tuple", "FileSums", "Store", "zarr.Group"}
+    known |= {
+        "Iterable",
+        "Sequence",
+        "Collection",
+        "Arrangement",
+        "tuple",
+        "FileSums",
+        "Store",
+        "zarr.Group",
+        "TargetFiles",
+        "Options",
+    }
     assert words <= known
     assert {"str", "AnyName", "Strategy"} <= words
 

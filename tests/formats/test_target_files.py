@@ -13,8 +13,9 @@ from refusals import refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
-from reshard.core.model.entries import NamedFile, RankFiles, ShardFiles, SizedTensor, TargetFiles
+from reshard.core.model.entries import ShardFiles, SizedTensor, TargetFiles
 from reshard.errors import UsageError
+from reshard.formats.ranks.options import RankFiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ MIXED = [SizedTensor("a", 10, True), SizedTensor("b", 30, True), SizedTensor("c"
          SizedTensor("step", 4, False), SizedTensor("text", 0, False, is_text=True)]  # fmt: skip
 
 
-@pytest.mark.parametrize("files", [RankFiles(), NamedFile("x"), MindSporeSet(25), HuggingFaceSet(25)])
+@pytest.mark.parametrize("files", [RankFiles(), RankFiles(name="x"), MindSporeSet(25), HuggingFaceSet(25)])
 def test_every_tensor_has_one_file_that_is_there(files: TargetFiles) -> None:
     shard_files = files.shard_files(MIXED, ".safetensors")
     assert set(shard_files.of) == {"a", "b", "c", "step", "text"}
@@ -67,7 +68,7 @@ def test_a_name_by_hand(tmp_path: Path) -> None:
     full = numbers({"w": (4, 4)})
     source = reshard.open(write_file(tmp_path / "x.safetensors", full))
     strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
-    reshard.plan(source, strategy, files=NamedFile("{rank}/of two.bin")).run(tmp_path / "out")
+    reshard.plan(source, strategy, files=RankFiles(name="{rank}/of two.bin")).run(tmp_path / "out")
     assert list(tree(tmp_path / "out")) == ["0/of two.bin", "1/of two.bin"]
     found = reshard.open({rank: tmp_path / "out" / str(rank) / "of two.bin" for rank in range(2)}, strategy=strategy)
     assert np.array_equal(found["w"].compute(), full["w"])
@@ -76,14 +77,14 @@ def test_a_name_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "/x", "../x", "a/../../x", "x\ny", ".", "a\0"])
 def test_a_name_cannot_lead_out(name: str) -> None:
     with refused(UsageError, "bad-name"):
-        NamedFile(name).shard_files(MIXED, ".ckpt")
+        RankFiles(name=name)
 
 
 def test_two_ranks_cannot_share_a_file(tmp_path: Path) -> None:
     source = reshard.open(write_file(tmp_path / "x.safetensors", numbers({"w": (4, 4)})))
     strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
     with refused(UsageError, "duplicate-name", "same.bin", "{rank}"):
-        reshard.plan(source, strategy, files=NamedFile("same.bin"))
+        reshard.plan(source, strategy, files=RankFiles(name="same.bin"))
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))

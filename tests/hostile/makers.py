@@ -107,7 +107,7 @@ def planned_strategy(stages: Any = (0, 1), devices: Any = 2, matrix: Any = (2,),
 
 def a_plan_file(
     pattern: object = None,
-    way: tuple[str, list[Any]] = ("rank_files", ["checkpoint_", ""]),
+    way: tuple[str, dict[str, Any]] = ("ckpt", {"prefix": "checkpoint_", "suffix": "", "name": None}),
     warnings: Sequence[str] = ("\x1b[2J",),
     **source: Any,
 ) -> Callable[[Path], None]:
@@ -126,11 +126,11 @@ def a_plan_file(
         selection: dict[str, Any] = {key: [] for key in ("include", "exclude", "drop", "allow_missing")}
         selection |= {"weights_only": False, "names": {}, "cast": {}, "rules": None, "lora": None}
         plan = {
-            "reshard_plan": 2, "digest": "0" * 32,
+            "reshard_plan": 3, "digest": "0" * 32,
             "provenance": {
                 "made_by": "0.1.0", "source": known | source, "target": target, "selection": selection,
             },
-            "warnings": warnings, "looked": None, "arrangement": pattern, "files": {"way": way[0], "fields": way[1]},
+            "warnings": warnings, "looked": None, "arrangement": pattern, "files": {"to": way[0], "fields": way[1]},
             "ranks": None, "link_replicas": False, "memory": None, "directory": None,
         }  # fmt: skip
         path.write_text(json.dumps(plan))

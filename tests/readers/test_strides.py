@@ -16,7 +16,7 @@ from refusals import refused
 from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write_save
 
 import reshard
-from reshard import HuggingFaceSet, Layout, LinkedDCP, Rules, Selection, Strategy
+from reshard import DCP, HuggingFaceSet, Layout, Rules, Selection, Strategy
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def test_transposed_by_rules_it_lies_row_by_row(tmp_path: Path) -> None:
 def test_links(tmp_path: Path) -> None:
     root = write_dcp(tmp_path / "dcp")
     selection = Selection(name_map={"*": "net.*"})
-    reshard.plan(reshard.open(root), files=LinkedDCP(), selection=selection).run(tmp_path / "out")
+    reshard.plan(reshard.open(root), files=DCP(link=True), selection=selection).run(tmp_path / "out")
     found = reshard.open(tmp_path / "out")
     assert_equal(found, {f"net.{name}": array for name, array in FULL.items()})
     assert reshard.verify(tmp_path / "out").equal

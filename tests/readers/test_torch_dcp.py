@@ -332,7 +332,7 @@ def test_buckets_are_carried_as_they_are(tmp_path: Path) -> None:
     with refused(UsageError, "no-effect", "float32"):
         reshard.plan(reshard.open(root), format="dcp", selection=idle)
     renamed = reshard.Selection(name_map={BUCKET: "x"})
-    for files in (reshard.DCP(), reshard.LinkedDCP()):
+    for files in (reshard.DCP(), reshard.DCP(link=True)):
         plan = reshard.plan(reshard.open(root), files=files, selection=renamed)
         said = f"{BUCKET}: has another name in the target, by which no training looks for it"
         assert said in plan.warnings

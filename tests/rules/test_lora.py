@@ -289,7 +289,7 @@ def test_zarr_encrypted_and_dcp_sources(
     assert_arrays(reshard.open(tmp_path / "other"), EXPECTED)
     assert reshard.verify(tmp_path / "other").equal
     with refused(UsageError, "not-linkable", "adapter"):
-        reshard.plan(saved, files=reshard.LinkedDCP(), selection=Selection(lora=lora))
+        reshard.plan(saved, files=reshard.DCP(link=True), selection=Selection(lora=lora))
     base.merge_lora(lora).to_zarr(tmp_path / "out.zarr", compression="zstd")
     assert_arrays(reshard.open(tmp_path / "out.zarr"), EXPECTED)
     assert reshard.verify(tmp_path / "out.zarr").equal

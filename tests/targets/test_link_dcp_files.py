@@ -19,7 +19,7 @@ from linked_dcp import FULL, WHOLE, assert_equal, described, linked, paths_in, s
 from refusals import failed, refused
 
 import reshard
-from reshard import LinkedDCP, Selection, Strategy
+from reshard import DCP, Selection, Strategy
 from reshard.core.storage import local
 from reshard.core.storage.local import LocalStore
 from reshard.dtypes import BY_NAME
@@ -59,11 +59,11 @@ def test_once_more(tmp_path: Path) -> None:
     root = simple(tmp_path)
     before = tree(root)
     linked(root, tmp_path / "out")
-    plan = reshard.plan(reshard.open(root), files=LinkedDCP())
+    plan = reshard.plan(reshard.open(root), files=DCP(link=True))
     again = plan.run(tmp_path / "out")
     assert (again.finished, again.touched) == (3, 0)
     assert plan.run(tmp_path / "out", restart=True).finished == 0
-    other = reshard.plan(reshard.open(root), files=LinkedDCP(), selection=Selection(name_map={"w": "v"}))
+    other = reshard.plan(reshard.open(root), files=DCP(link=True), selection=Selection(name_map={"w": "v"}))
     with refused(TargetError, "other-run", ".metadata"):
         other.run(tmp_path / "out")
     other.run(tmp_path / "out", overwrite=True)
@@ -134,7 +134,7 @@ def test_copies_that_share_blocks_have_the_time_of_their_files(tmp_path: Path, m
 @pytest.mark.parametrize("first", range(1, 7))
 def test_failed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, restart: bool) -> None:
     """A link that got its name, and could not be noted, is a run's own however many runs fail after it."""
-    plan = reshard.plan(reshard.open(simple(tmp_path)), files=LinkedDCP())
+    plan = reshard.plan(reshard.open(simple(tmp_path)), files=DCP(link=True))
     fsync = os.fsync
 
     def from_call(number: int) -> Callable[[int], None]:
@@ -157,7 +157,7 @@ def test_failed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: in
 
 def test_a_source_that_changes(tmp_path: Path) -> None:
     root = simple(tmp_path)
-    plan = reshard.plan(reshard.open(root), files=LinkedDCP())
+    plan = reshard.plan(reshard.open(root), files=DCP(link=True))
     file = root / "__1_0.distcp"
     os.utime(file, ns=(1, 1))
     with refused(ChangedError, "source-changed", file):
@@ -223,7 +223,7 @@ def test_targets_that_cannot_be(tmp_path: Path) -> None:
     root = simple(tmp_path / "run")
     for target, said in ((root, f"{root} holds"), (tmp_path / "run", f"source inside, {root}")):
         with refused(TargetError, "overlaps", said):
-            reshard.plan(reshard.open(root), files=LinkedDCP()).run(target, overwrite=True, restart=True)
+            reshard.plan(reshard.open(root), files=DCP(link=True)).run(target, overwrite=True, restart=True)
     with refused(TargetError, "not-linkable", "memory://target"):
         linked(root, "memory://target")  # type: ignore[arg-type]
 
@@ -241,7 +241,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         ({"selection": Selection(name_map={"w": "b"})}, ("duplicate-name", "'b'")),
     ):
         with refused(UsageError, *said):
-            reshard.plan(checkpoint, files=LinkedDCP(), **more)  # type: ignore[arg-type]
+            reshard.plan(checkpoint, files=DCP(link=True), **more)  # type: ignore[arg-type]
 
 
 def test_files_of_objects_must_be_there(mindspore_data: Path, tmp_path: Path) -> None:

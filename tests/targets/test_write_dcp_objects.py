@@ -21,7 +21,7 @@ import reshard
 from reshard import DCP, Selection, Strategy, read_object
 from reshard.errors import SourceError, UsageError
 from reshard.formats.dcp import carried as module
-from reshard.formats.zarr.layout import OrbaxTree
+from reshard.formats.orbax.options import OrbaxTree
 from reshard.kits.torch.objects import contents
 
 if TYPE_CHECKING:

@@ -228,7 +228,7 @@ def test_fsdp_and_tensor_parallel_meshes(mesh: dict[str, int] | None, tmp_path: 
 
 def renamed(root: Path, source: reshard.Checkpoint, names: dict[str, str], **chosen: Any) -> dict[str, str]:
     """Link, and return the names of all that is linked, old to new."""
-    plan = reshard.plan(source, files=reshard.LinkedDCP(), selection=reshard.Selection(name_map=names, **chosen))
+    plan = reshard.plan(source, files=reshard.DCP(link=True), selection=reshard.Selection(name_map=names, **chosen))
     plan.run(root / "out")
     found = reshard.Selection(name_map=names).renamed([*source._record.all_names], source._record.all_names)
     kept = {old: new for old, new in found.items() if old not in plan.left_out}
@@ -287,6 +287,6 @@ def test_merged_by_metadata_alone(mindspore_data: Path, tmp_path: Path) -> None:
 def test_metadata_of_each_rank_in_one(mindspore_data: Path, tmp_path: Path) -> None:
     """PyTorch loads them, where it cannot by one process what every rank wrote for itself."""
     case = mindspore_data / "dcp" / "rank_local"
-    reshard.plan(reshard.open(case / "checkpoint"), files=reshard.LinkedDCP()).run(tmp_path / "out")
+    reshard.plan(reshard.open(case / "checkpoint"), files=reshard.DCP(link=True)).run(tmp_path / "out")
     script = SAME + "state = {'w': torch.zeros(expected['w'].shape)}\ndcp.load(state, checkpoint_id=sys.argv[1])\n"
     torch(script + "check('w', state['w'])", tmp_path, tmp_path / "out", case / "full.npz")

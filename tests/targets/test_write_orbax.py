@@ -77,7 +77,7 @@ def written(tmp_path: Path) -> dict[str, np.ndarray[Any, Any]]:
 def test_what_is_written_is_opened_as_orbax(tmp_path: Path, written: dict[str, np.ndarray[Any, Any]]) -> None:
     root = tmp_path / "out"
     assert reshard.open(root).format == "orbax"
-    assert "orbax files" in done("inspect", root).stdout
+    assert "a checkpoint of Orbax of" in done("inspect", root).stdout
     assert_equal(reshard.open(root), written)
     done("verify", root)
     assert [run.format for run in reshard.runs(tmp_path) if run.path == str(root)] == ["Orbax"]

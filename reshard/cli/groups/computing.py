@@ -34,8 +34,8 @@ from reshard.formats.open import open as open_checkpoint
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
-    from reshard.api.asked import OpenOptions
     from reshard.compute.stats import CheckpointStats
+    from reshard.core.listing import OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.errors import ReshardError

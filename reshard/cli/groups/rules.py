@@ -18,7 +18,7 @@ from reshard.formats.open import open as open_checkpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.api.asked import OpenOptions
+    from reshard.core.listing import OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.rules.derive import Derived

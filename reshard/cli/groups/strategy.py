@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from reshard.api.asked import OpenOptions
     from reshard.core.layout.layout import Layout
+    from reshard.core.listing import OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
     from reshard.strategy.diff import Diff, LayoutChange

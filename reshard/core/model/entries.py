@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.core.storage.base import truncated
 from reshard.core.storage.places import any_store
-from reshard.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -364,47 +362,10 @@ class ShardFiles:
 
 
 class TargetFiles(Protocol):
-    """A policy for the files of ranks; directory formats have others (`formats.kinds`)."""
+    """A policy for the files of ranks; directory formats have others (`Format.options`)."""
 
     def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Assign the tensors to files."""
-
-
-class RankFiles(NamedTuple):
-    """One file per rank, `rank_<r>/<prefix><r><suffix>.<ext>`.
-
-    The suffix is `_part<stage>` for one stage of a pipeline.
-
-    >>> RankFiles("checkpoint_").shard_files([], ".ckpt").paths
-    ('rank_{rank}/checkpoint_{rank}.ckpt',)
-    """
-
-    prefix: str = "checkpoint_"
-    suffix: str = ""
-
-    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
-        """Put all tensors of a rank into one file."""
-        for kind, part in (("prefix", self.prefix), ("suffix", self.suffix)):
-            hides = kind == "prefix" and part.startswith(".")
-            if not part.isprintable() or "/" in part or "{rank}" in part or hides:
-                raise UsageError(
-                    f"{kind} {part!r} cannot be part of a file name", code="bad-name", hint="use one such as 'model_'"
-                )
-        path = f"rank_{{rank}}/{self.prefix}{{rank}}{self.suffix}{extension}"
-        return ShardFiles((path,), {tensor.name: 0 for tensor in tensors})
-
-
-class NamedFile(NamedTuple):
-    """One file per rank, by name below the target directory; `{rank}` stands for the rank."""
-
-    name: str
-
-    def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:  # noqa: ARG002 -- the name has its own
-        """Put all tensors of a rank into the named file."""
-        path = PurePosixPath(self.name)
-        if path.is_absolute() or ".." in path.parts or not path.name or not self.name.isprintable():
-            raise UsageError(f"file name {self.name!r} is empty or leads out of the target directory", code="bad-name")
-        return ShardFiles((self.name,), {tensor.name: 0 for tensor in tensors})
 
 
 class SomeFiles(NamedTuple):

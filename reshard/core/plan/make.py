@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from glob import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard import environment
+from reshard.core.format import find, format_of, targets
 from reshard.core.layout.arrangement import Arrangement
-from reshard.core.listing import RANK_PATTERN
+from reshard.core.listing import RANK_PATTERN, Listing
 from reshard.core.model.assemble import assemble_whole
 from reshard.core.model.checkpoint import Checkpoint
-from reshard.core.model.entries import NamedFile, RankFiles
 from reshard.core.model.facts import Opening
 from reshard.core.model.holdings import strategy_of
 from reshard.core.model.reshape import with_shapes
+from reshard.core.options import Options
 from reshard.core.plan.budget import BAND_BYTES, IMPORTED_BYTES, budget
 from reshard.core.plan.build import build
 from reshard.core.plan.inputs import Selection, derived, globs
@@ -25,25 +26,23 @@ from reshard.core.storage.places import as_place
 from reshard.core.target import TargetInputs, TargetTensor
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text, names
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
-from reshard.formats.kinds import OF_FORMATS, destination_of
-from reshard.formats.open import is_described, read_headers
 from reshard.formats.open import open as open_checkpoint
+from reshard.formats.open import read_headers
 from reshard.formats.ranks.same_files import SameFiles
 from reshard.formats.sets.sidecars import sidecar_names
-from reshard.formats.zarr.files import is_store
-from reshard.kits.files import by_name, formats
-from reshard.kits.indexes import read_index
+from reshard.kits.files import by_name, encodings
 from reshard.strategy.names import ALL_STAGES, ranks_text
 from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
+    from reshard.core.format import Format
     from reshard.core.model.checkpoint import SourceFile
+    from reshard.core.model.entries import TargetFiles
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName, Place
     from reshard.core.target import Target, TargetFile
-    from reshard.formats.kinds import AnyFiles
     from reshard.rules.rules import Rules
 
 
@@ -52,8 +51,7 @@ def plan(
     target: Strategy | Arrangement | None = None,
     *,
     format: str | None = None,  # noqa: A002 -- the word of every such tool
-    prefix: str = "checkpoint_",
-    files: AnyFiles | None = None,
+    files: TargetFiles | Options | None = None,
     ranks: Iterable[int] | None = None,
     stage: int | None = None,
     selection: Selection | None = None,
@@ -72,10 +70,7 @@ def plan(
         format: `safetensors` or `ckpt`; by default the source's, or safetensors if that is mixed or zarr. `zarr`
             for one group of whole tensors, without a target strategy; `dcp` for a distributed checkpoint of PyTorch;
             `deepspeed-universal` for a Universal Checkpoint of DeepSpeed. A checkpoint of Orbax is a zarr group.
-        prefix: target files are `rank_<r>/<prefix><r>.<ext>`, with `_part<stage>` after the rank if the source is one
-            stage of a pipeline.
-        files: another way to lay out the target's files (see `targets.kinds.AnyFiles`), such as a unified set or a
-            `ZarrGroup`.
+        files: the options of the target's format, or another way to lay out its files; by default those of `format`.
         ranks: only these ranks of the target; by default all.
         stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it if
             the strategy, or the files next to it, show that there are other stages; tensors that the strategy does not
@@ -103,9 +98,11 @@ def plan(
     selection = selection or Selection()
     source = derived(source, selection)
     ranks = None if ranks is None else tuple(ranks)
-    part = "" if source.opening.stage is None else f"_part{source.opening.stage}"
-    files = files or (OF_FORMATS[format]() if format in OF_FORMATS else RankFiles(prefix, part))
-    destination_class = destination_of(files)
+    if files is None:
+        files = _default_options(source, format)
+    if source.opening.stage is not None and isinstance(files, Options):
+        files = files.of_stage(source.opening.stage)
+    destination_class = (format_of(files) or _default_format()).target(files)  # type: ignore[arg-type]  # or none looks at them
     written = _format_of(source, files, destination_class.format, format)
     request = Request(
         target, written, files, ranks, _full_selection(source, selection), remove_redundancy, link_replicas, memory,
@@ -157,7 +154,7 @@ def plan(
             *result.warnings,
         ),
         request=request,
-        alone=isinstance(files, NamedFile) and "{rank}" not in files.name,
+        alone=isinstance(files, Options) and files.is_one_file,
     )
 
 
@@ -251,11 +248,32 @@ def _left_beside(source: Checkpoint, files: Iterable[TargetFile], carried: Colle
         yield f"{len(left):,} file{'s' * (len(left) != 1)} beside the tensors left out: {names(left, most=3)}"
 
 
-def _format_of(source: Checkpoint, files: AnyFiles, only: str, requested: str | None) -> str:
-    """Return the format of target files: the only, the requested or the source's."""
-    if requested not in {None, only} and (only or requested in OF_FORMATS):
+def _default_format() -> Format:
+    """Return the format of files in which each rank has its own."""
+    return next(each for each in targets() if each.one_file)
+
+
+def _one_file(name: str) -> Any:
+    """Return the options of a target that is one file."""
+    kind: Any = _default_format().options
+    return kind(name=name)
+
+
+def _default_options(source: Checkpoint, requested: str | None) -> Options:
+    """Return the options of a target by the encoding of its files; by default it has that of the source's."""
+    encoding = requested or source.file_format
+    own = (each for each in targets() if each.encoding == encoding == each.name and (requested or each.one_file))
+    kind = next(own, _default_format()).options
+    assert kind is not None  # noqa: S101 -- it is a target
+    return kind()
+
+
+def _format_of(source: Checkpoint, files: TargetFiles | Options, only: str, requested: str | None) -> str:
+    """Return the encoding of target files: the only, the requested or the source's."""
+    ways = {each.encoding for each in targets() if not each.one_file and each.encoding == each.name}
+    if requested not in {None, only} and (only or requested in ways):
         raise UsageError(f"{type(files).__name__} does not write format {requested}", code="wrong-format")
-    default = source.file_format if source.file_format in {module.NAME for module in formats()} else "safetensors"
+    default = source.file_format if source.file_format in {module.NAME for module in encodings()} else "safetensors"
     return only or by_name(requested or str(default)).NAME
 
 
@@ -342,11 +360,12 @@ def plan_convert(
             )  # fmt: skip
         selection = Selection(drop=globs(drop), rules=rules)
         return plan(
-            open_checkpoint(path, cipher=cipher), format=format, files=NamedFile(name or path.name),
+            open_checkpoint(path, cipher=cipher), format=format, files=_one_file(name or path.name),
             selection=selection, threads=threads, target_cipher=target_cipher,
         )  # fmt: skip
-    kind = "zarr store" if is_store(path.names()) else "unified set" if path.is_dir() and read_index(path) else None
-    if kind is None and is_described(path):
+    found = find(Listing(path)).format
+    kind = "" if found.describes or not found.whole else "unified set"
+    if found.describes:
         opened = open_checkpoint(path, cipher=cipher)
         if opened.extras.arrangement is not None:
             dropped = globs(drop)
@@ -355,7 +374,7 @@ def plan_convert(
             return plan(
                 opened, target, format=format, selection=selection, threads=threads, target_cipher=target_cipher
             )
-        kind = "distributed checkpoint"
+        kind = found.called.removeprefix("a ") or "distributed checkpoint"
     if kind:
         raise UsageError(
             f"{path} is a {kind}, which is not converted file by file", code="not-convertible",
@@ -363,7 +382,7 @@ def plan_convert(
         )  # fmt: skip
     files, ranks, warnings, step, cipher = read_headers(path, rank_pattern=rank_pattern, suffix=suffix, cipher=cipher)
     if name is not None:
-        NamedFile(name).shard_files([], "")  # refuses an invalid name
+        _one_file(name)  # refuses an invalid name
     extension = by_name(format).EXTENSION
     result = plan_files(
         Checkpoint(str(path), {}, files, ranks, warnings=tuple(warnings), coding=cipher, opening=Opening(step=step)),

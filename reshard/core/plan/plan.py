@@ -184,7 +184,7 @@ class Request:
 
     target: Strategy | Arrangement | None
     format: str
-    files: Any  # of `formats.kinds`
+    files: Any  # `Options` of a format, or `TargetFiles`
     ranks: tuple[int, ...] | None
     selection: Selection
     remove_redundancy: bool

@@ -19,16 +19,18 @@ the storage entries of similar tensors, are listed once; the same plan gives the
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from reshard.core.format import format_of, written
 from reshard.core.layout.arrangement import Arrangement
 from reshard.core.layout.grid import MOST_DEVICES
 from reshard.core.model.digests import index_digests, pages_digest
 from reshard.core.model.facts import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
+from reshard.core.options import Options
 from reshard.core.plan.inputs import provenance_of, selection_of
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.plan import plan_digest
@@ -40,20 +42,58 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
 from reshard.formats.checkpoint2.arrangements import ArrangementRecord
-from reshard.formats.kinds import FilesRecord
 from reshard.formats.open import files_of_sources
 from reshard.formats.reopen import recomputed, reopen
-from reshard.formats.zarr.layout import METADATA
-from reshard.formats.zarr.layout import NAME as ZARR
 
 if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.plan import Plan, Request
     from reshard.core.storage.cipher import Cipher
 
-VERSION = 2
+VERSION = 3
 
 _LARGEST_FILE = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class _OptionsRecord:
+    """The format of the target, and its options: the fields of its class."""
+
+    to: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, options: object) -> _OptionsRecord:
+        """Return the record of options.
+
+        Raises:
+            UsageError: a plan with them cannot be saved.
+        """
+        format_ = format_of(options)
+        if format_ is None or not isinstance(options, Options):
+            raise UsageError(f"a plan with files of {type(options).__name__} cannot be saved", code="not-savable")
+        values = {}
+        for each in fields(options):
+            value = getattr(options, each.name)
+            if each.metadata.get("saved", True):
+                values[each.name] = value
+            elif value != each.default:
+                raise UsageError(
+                    f"a plan with {each.name} cannot be saved", code="not-savable", hint=f"leave {each.name} out"
+                )
+        return cls(format_.name, values)
+
+    def read(self) -> Options:
+        """Return the options; raise `ValueError` if the record is invalid."""
+        try:
+            kind = written(self.to).options
+        except UsageError as error:
+            raise ValueError(f"$.files.to: {error.message}") from None
+        try:
+            options: Options = read_record(kind, self.fields, "$.files.fields")
+        except UsageError as error:
+            raise ValueError(f"$.files.fields: {error.message}") from None
+        return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +107,7 @@ class _PlanRecord:
         warnings: warnings from opening the source.
         looked: as in `Opening`.
         arrangement: the arrangement of the target, if it is not a strategy.
-        files: how the target's files are laid out.
+        files: the format of the target, and its options.
         ranks: as in `Request`, like `link_replicas` and `memory`.
         directory: the default target directory.
     """
@@ -78,7 +118,7 @@ class _PlanRecord:
     warnings: tuple[Line, ...]
     looked: SampleStats | None
     arrangement: ArrangementRecord | None
-    files: FilesRecord
+    files: _OptionsRecord
     ranks: tuple[Count, ...] | None
     link_replicas: bool
     memory: Count | None
@@ -234,7 +274,7 @@ def _check_sizes(record: SourceRecord, root: Path, advice: str) -> None:
 def _check_contents(record: SourceRecord, checkpoint: Checkpoint) -> None:
     changed = Faults(checkpoint.root)
     planned, current = _versions(record), _versions(_source_record(checkpoint))
-    for path in current.keys() ^ planned.keys():  # of a zarr store, which lists its own files
+    for path in current.keys() ^ planned.keys():  # of a store, which lists its own files
         problem = "is gone since it was planned" if path in planned else "is new since it was planned"
         changed.add(path, problem, code="files-gone" if path in planned else "files-added")
     for path in (path for path in planned if path in current):
@@ -315,7 +355,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> _PlanRecord:
         tuple(source.warnings),
         source.opening.looked,
         ArrangementRecord.of(request.target) if isinstance(request.target, Arrangement) else None,
-        FilesRecord.of(request.files),
+        _OptionsRecord.of(request.files),
         request.ranks,
         request.link_replicas,
         request.memory,
@@ -326,7 +366,7 @@ def _data(plan: Plan, request: Request, directory: str | None) -> _PlanRecord:
 def _source_record(source: Checkpoint) -> SourceRecord:
     """Return the record of a source, with digests of its files; their paths are below it.
 
-    The files of a zarr store have rank 0, each once, with the metadata of its arrays, and the group's last.
+    Further files of metadata come first.
     """
     root = Path(source.root).absolute()
     computation = ComputationRecord.of(source, _source_record)
@@ -335,12 +375,9 @@ def _source_record(source: Checkpoint) -> SourceRecord:
     stored = source.stored_files
     digests = index_digests([file.index for _, file in stored])
     headers = {(rank, file.path, file.nbytes): header for (rank, file), header in zip(stored, digests, strict=True)}
-    if source.file_format == ZARR:
+    if source.format is not None and (metadata := source.format.metadata_of(source)):
         root = root.resolve()
-        parents = {above for _, path, _ in headers for above in Path(path).parents if above.is_relative_to(root)}
-        metadata = sorted(file for directory in parents - {root} if (file := directory / METADATA).is_file())
-        *chunks, last = headers.items()
-        headers = {(0, str(file), file.stat().st_size): "" for file in metadata} | dict(chunks) | {last[0]: last[1]}
+        headers = {(0, file, Path(file).stat().st_size): "" for file in metadata} | headers
     numbers: dict[str, int] = {}
     files = []
     for (rank, path, nbytes), header in headers.items():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from reshard.core.listing import Contents, Listing, OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Directory
+    from reshard.core.options import Options
     from reshard.core.target import Target
 
 
@@ -24,11 +25,19 @@ class Checkpoint2(Format):
 
     name = "checkpoint2"
     title = "Checkpoint 2.0"
+    called = "a Checkpoint 2.0"
+    takes_layouts = True
     parts = (FILES,)
     runs = (RunLayout(TRACKER, re.compile(r"iteration_(\d{8,18})")),)
 
     @property
-    def target(self) -> type[Target]:
+    def options(self) -> type[Options]:
+        """See `Format`."""
+        from reshard.formats.checkpoint2.options import Checkpoint2 as Options2
+
+        return Options2
+
+    def target(self, options: Options) -> type[Target]:  # noqa: ARG002 -- all are of one kind
         """See `Format`."""
         from reshard.formats.checkpoint2.writer import Checkpoint2Target
 

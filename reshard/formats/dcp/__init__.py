@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Candidate, Directory
     from reshard.core.model.objects import Objects
+    from reshard.core.options import Options
     from reshard.core.target import Target
 
 _STEP = re.compile(rf"{STEP_NAME}(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)
@@ -33,6 +34,9 @@ class DistributedCheckpoint(Format):
 
     name = "dcp"
     title = "DCP"
+    aliases = ("distcp",)
+    encoding = "dcp"
+    takes_layouts = True
     parts = (FILES,)
     runs = (
         RunLayout("latest_checkpoint_iteration.txt", re.compile(r"global_step_(\d{1,18})")),  # hyper-parallel
@@ -43,11 +47,18 @@ class DistributedCheckpoint(Format):
     entry_bytes = 800
 
     @property
-    def target(self) -> type[Target]:
+    def options(self) -> type[Options]:
         """See `Format`."""
+        from reshard.formats.dcp.names import DCP
+
+        return DCP
+
+    def target(self, options: Options) -> type[Target]:
+        """See `Format`."""
+        from reshard.formats.dcp.relinked import Relinked
         from reshard.formats.dcp.writer import DCPTarget
 
-        return DCPTarget
+        return Relinked if getattr(options, "link", False) else DCPTarget
 
     def find(self, here: Listing) -> Found | None:
         """See `Format`."""

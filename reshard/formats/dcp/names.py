@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.arguments import checked_fields
 from reshard.core.listing import FileNames, Listing
+from reshard.core.options import Options, option
 from reshard.core.target import check_size, check_step
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ DCP_FILE_BYTES = 1 << 30
 
 @checked_fields
 @dataclass(frozen=True, slots=True)
-class DCP:
+class DCP(Options):
     """A distributed checkpoint of PyTorch.
 
     Its files are `__RANK_NUMBER.distcp`, filled in the tensors' order, and `.metadata`.
@@ -87,6 +88,8 @@ class DCP:
         max_shard_size: the maximum bytes of tensors in a file, unless a single block is larger.
         step: the step of the training. With it, the files are in `iter_STEP` of the run directory, and the tracker
             file names that, as Megatron-Core expects. By default, they are in the directory itself.
+        link: link the data files of one or more DCPs, and write a new `.metadata` alone. No bytes of tensors are
+            copied; tensors and objects may be left out or renamed, and dtypes and blocks do not change.
 
     Raises:
         UsageError: a size below 1, or a number of steps below 0.
@@ -97,23 +100,23 @@ class DCP:
     ('iter_0000100/__0_0.distcp', 'latest_checkpointed_iteration.txt')
     """
 
-    max_shard_size: int = DCP_FILE_BYTES
-    step: int | None = None
+    max_shard_size: int = option(
+        "Most tensor bytes in a file. One tensor alone may have more.",
+        "size",
+        default=DCP_FILE_BYTES,
+        shown="1GiB",
+    )
+    step: int | None = option(
+        "Write to TARGET/iter_N, as Megatron does.", "count", name="target_step", shown="TARGET itself"
+    )
+    link: bool = option(
+        "Link the files of SOURCE, a DCP or the directory of several, and write .metadata alone: to rename, leave out "
+        "or merge takes no time and no space.",
+        "flag",
+        default=False,
+        alone=True,
+    )
 
     def __post_init__(self) -> None:
         check_size(self.max_shard_size)
         check_step(self.step)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkedDCP:
-    """Links to the data files of one or more DCPs, with a new `.metadata`.
-
-    No bytes of tensors are copied.
-    Tensors and objects may be left out or renamed; dtypes and blocks do not change.
-
-    >>> report = reshard.convert("src_checkpoints", "step", to="dcp", source_strategy="src_strategy.ckpt")
-    >>> plan = reshard.plan(reshard.open("step"), files=reshard.LinkedDCP(), weights_only=True)
-    >>> plan.run("weights").bytes_written
-    0
-    """

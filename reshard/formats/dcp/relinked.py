@@ -34,7 +34,6 @@ from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, FILES, pa
 from reshard.formats.dcp.reader import rank_of
 from reshard.formats.dcp.writer import DCPTarget
 from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, check_nesting, followed, metadata, without_gaps
-from reshard.formats.kinds import DCP_NAME
 from reshard.kits.torch.saved_tensors import torch_dtype
 from reshard.strategy.names import matches, omitted, optimizer_states
 
@@ -62,7 +61,7 @@ class Relinked(Target):
         dropped: source names that cannot be carried, and that the selection allows to drop.
     """
 
-    format = DCP_NAME
+    format = "dcp"
     links = True
 
     def __init__(self, inputs: TargetInputs) -> None:

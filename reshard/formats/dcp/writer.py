@@ -26,7 +26,6 @@ from reshard.errors import UsageError
 from reshard.formats.dcp.carried import HOW_TO_LOAD, Carried, check_objects, files_beside, is_for_megatron
 from reshard.formats.dcp.names import DCP_INDEX, TRACKER
 from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
-from reshard.formats.kinds import DCP_NAME
 from reshard.formats.ranks.writer import fitted
 from reshard.kits.torch.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
@@ -56,7 +55,7 @@ class _FileKey(NamedTuple):
 class DCPTarget(Target):
     """The files of a distributed checkpoint."""
 
-    format = DCP_NAME
+    format = "dcp"
     carries = True
 
     def __init__(self, inputs: TargetInputs) -> None:

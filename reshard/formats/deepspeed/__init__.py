@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Directory
     from reshard.core.model.objects import Objects
+    from reshard.core.options import Options
     from reshard.core.target import Target
 
 
@@ -60,12 +61,20 @@ class Universal(Format):
 
     name = "deepspeed-universal"
     title = "DeepSpeed Universal"
+    whole = called = "a Universal Checkpoint of DeepSpeed"
+    encoding = "deepspeed-universal"
     extends = ("deepspeed",)
     is_deep = True
     carries = True
 
     @property
-    def target(self) -> type[Target]:
+    def options(self) -> type[Options]:
+        """See `Format`."""
+        from reshard.formats.deepspeed.names import DeepSpeedUniversal
+
+        return DeepSpeedUniversal
+
+    def target(self, options: Options) -> type[Target]:  # noqa: ARG002 -- all are of one kind
         """See `Format`."""
         from reshard.formats.deepspeed.writer import UniversalTarget
 

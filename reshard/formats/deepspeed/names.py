@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from reshard.core.listing import FileNames
+from reshard.core.options import Options
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,9})_)?mp_rank_(?P<part>\d{1,9})_model_states\.pt")
 """Files of weights, and of all that is not of the optimizer: one of each tensor-parallel part; with ZeRO stage 3, one
@@ -28,7 +29,7 @@ FILES = FileNames(
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSpeedUniversal:
+class DeepSpeedUniversal(Options):
     """A Universal Checkpoint of DeepSpeed.
 
     Its files are `zero/PARAMETER/STATE.pt`, model states for all stages of ZeRO, and `latest_universal`.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from reshard.core.listing import Contents, Listing, OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Directory
+    from reshard.core.options import Options
     from reshard.core.target import Target
 
 
@@ -25,6 +26,8 @@ class Orbax(Format):
 
     name = "orbax"
     title = "Orbax"
+    whole = called = "a checkpoint of Orbax"
+    encoding = "zarr"
     extends = ("zarr",)
     runs = (RunLayout("", re.compile(r"(?:.+_)?(\d{1,18})", re.DOTALL)),)
     unfinished_mark = UNFINISHED
@@ -33,7 +36,13 @@ class Orbax(Format):
     is_numbered = True
 
     @property
-    def target(self) -> type[Target]:
+    def options(self) -> type[Options]:
+        """See `Format`."""
+        from reshard.formats.orbax.options import OrbaxTree
+
+        return OrbaxTree
+
+    def target(self, options: Options) -> type[Target]:  # noqa: ARG002 -- all are of one kind
         """See `Format`."""
         from reshard.formats.orbax.writer import OrbaxItem
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from reshard.core.listing import Contents, Listing, OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Candidate, Directory
+    from reshard.core.options import Options
     from reshard.core.target import Target
 
 TAKEN = frozenset({"strategy", "rank_pattern", "suffix", "layouts", "stage", "partial", "cipher"})
@@ -54,16 +55,24 @@ class Encoding(Format):
     """Files of ranks, or one file, to be written in one encoding."""
 
     describes = False
+    one_file = True
 
     def __init__(self, name: str, title: str) -> None:
-        self.name, self.title = name, title
+        self.name = self.encoding = self.extension = name
+        self.title = title
 
     @property
-    def target(self) -> type[Target]:
+    def options(self) -> type[Options]:
         """See `Format`."""
-        from reshard.formats.ranks.writer import Ranks as RankFiles
+        from reshard.formats.ranks.options import RankFiles
 
         return RankFiles
+
+    def target(self, options: Options) -> type[Target]:  # noqa: ARG002 -- all are of one kind
+        """See `Format`."""
+        from reshard.formats.ranks.writer import Ranks as RanksTarget
+
+        return RanksTarget
 
 
 FORMATS = (Encoding("safetensors", "safetensors"), Encoding("ckpt", "MindSpore .ckpt"), Ranks())

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 from reshard.core.format import Format, Found
 from reshard.core.listing import FileNames
 from reshard.core.model.findings import Findings, doubted, of_error
-from reshard.errors import SourceError
+from reshard.errors import Option, SourceError, Text
 from reshard.formats.ranks import TAKEN
 from reshard.kits.indexes import set_indexes, set_word
 from reshard.kits.torch.names import with_trainer_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.core.listing import Contents, Listing, OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Candidate, Directory
+    from reshard.core.options import Options
     from reshard.core.target import Target
 
 _ADVICE = "get the other files and their index, param_name_map.json or model.safetensors.index.json"
@@ -43,9 +44,9 @@ class Set(Format):
     extends = ("ranks",)
     takes = TAKEN
     describes = False
+    encoding = "safetensors"
 
-    @property
-    def target(self) -> type[Target]:
+    def target(self, options: Options) -> type[Target]:  # noqa: ARG002 -- all are of one kind
         """See `Format`."""
         from reshard.formats.ranks.writer import Ranks
 
@@ -74,6 +75,21 @@ class HuggingFace(Set):
     name = "hf"
     title = "hf set"
     parts = (SHARDS,)
+    aliases = ("huggingface",)
+    whole = "a Hugging Face set"
+
+    def notes(self, names: Iterable[str]) -> Sequence[str]:
+        """See `Format`. Names of Megatron-Core are known to no program that loads such sets."""
+        if not any(".linear_qkv." in name or ".linear_fc1." in name for name in names):
+            return ()
+        return (Text("names are those of Megatron-Core; for Hugging Face's add ", Option("rules")),)
+
+    @property
+    def options(self) -> type[Options]:
+        """See `Format`."""
+        from reshard.formats.sets.options import HuggingFaceSet
+
+        return HuggingFaceSet
 
 
 class MindSpore(Set):
@@ -82,6 +98,15 @@ class MindSpore(Set):
     name = "mindspore"
     title = "mindspore set"
     parts = (PARTS,)
+    aliases = ("ms",)
+    whole = "a unified set of MindSpore"
+
+    @property
+    def options(self) -> type[Options]:
+        """See `Format`."""
+        from reshard.formats.sets.options import MindSporeSet
+
+        return MindSporeSet
 
 
 def _findings(tree: Directory) -> Findings:

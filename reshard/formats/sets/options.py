@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from reshard.arguments import checked_fields
 from reshard.core.model.entries import ShardFiles, SomeFiles
+from reshard.core.options import Options, option
 from reshard.core.target import MAX_SHARD_BYTES, check_size, one_after_the_other
 from reshard.kits.indexes import HUGGING_FACE_INDEX, HYPER_PARAMETERS, MINDSPORE_INDEX
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @checked_fields
 @dataclass(frozen=True, slots=True)
-class MindSporeSet:
+class MindSporeSet(Options):
     """A unified set in MindSpore's style.
 
     Its files are `part<k>.safetensors`, `hyper_param.safetensors` and `param_name_map.json`. The parts are filled
@@ -42,7 +43,12 @@ class MindSporeSet:
     ('part0.safetensors', 'hyper_param.safetensors', 'param_name_map.json')
     """
 
-    max_shard_size: int | None = None
+    max_shard_size: int | None = option(
+        "Most tensor bytes in a file of the set. One tensor alone may have more.",
+        "size",
+        default=None,
+        shown="as in the files of a set that is read, else 4GB",
+    )
 
     def __post_init__(self) -> None:
         check_size(self.max_shard_size)
@@ -78,7 +84,7 @@ class MindSporeSet:
 
 @checked_fields
 @dataclass(frozen=True, slots=True)
-class HuggingFaceSet:
+class HuggingFaceSet(Options):
     """A unified set in Hugging Face's style.
 
     Its files are `model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`.
@@ -93,7 +99,12 @@ class HuggingFaceSet:
     ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json')
     """
 
-    max_shard_size: int | None = None
+    max_shard_size: int | None = option(
+        "Most tensor bytes in a file of the set. One tensor alone may have more.",
+        "size",
+        default=None,
+        shown="as in the files of a set that is read, else 4GB",
+    )
 
     def __post_init__(self) -> None:
         check_size(self.max_shard_size)

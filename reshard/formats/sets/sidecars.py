@@ -19,7 +19,7 @@ from reshard.expressions.model_config import with_dtypes, without_quantization
 from reshard.formats.parts import is_of_a_set
 from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 from reshard.formats.zarr.layout import NAME as ZARR
-from reshard.formats.zarr.layout import OrbaxTree, ZarrGroup
+from reshard.formats.zarr.layout import ZarrGroup
 from reshard.kits.indexes import MODEL_CONFIG
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Sidecars:
         self.contents: dict[str, bytes] = {}
         self.too_large: list[str] = []
         self.outside: list[str] = []
-        is_written = isinstance(files, HuggingFaceSet | MindSporeSet | ZarrGroup) and not isinstance(files, OrbaxTree)
+        is_written = type(files) in {HuggingFaceSet, MindSporeSet, ZarrGroup}
         is_renamed = source.origin is not None and source.origin.rules is not None
         if is_renamed or not is_written:
             return  # with rules the target is of another program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.core.format import Format, Found
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Directory
     from reshard.core.model.objects import Objects
+    from reshard.core.options import Options
     from reshard.core.target import Target
 
 _LARGEST_METADATA = 1 << 20
@@ -27,13 +29,22 @@ class Zarr(Format):
 
     name = NAME
     title = "zarr"
+    whole = called = "a zarr store"
+    encoding = NAME
+    extension = NAME
     is_deep = True
     block_bytes = 650
     carries = True
     has_steps = False
 
     @property
-    def target(self) -> type[Target]:
+    def options(self) -> type[Options]:
+        """See `Format`."""
+        from reshard.formats.zarr.layout import ZarrGroup
+
+        return ZarrGroup
+
+    def target(self, options: Options) -> type[Target]:  # noqa: ARG002 -- all are of one kind
         """See `Format`."""
         from reshard.formats.zarr.writer import ZarrStore
 
@@ -52,6 +63,13 @@ class Zarr(Format):
     def marks(self, name: str) -> bool:
         """See `Format`."""
         return is_of_store(name)
+
+    def metadata_of(self, checkpoint: Checkpoint) -> list[str]:
+        """See `Format`. They are those of arrays; those of the group are a file of the checkpoint."""
+        root = Path(checkpoint.root).resolve()
+        paths = (Path(file.path) for _, file in checkpoint.stored_files)
+        parents = {above for path in paths for above in path.parents if above.is_relative_to(root)}
+        return sorted(str(file) for above in parents - {root} if (file := above / METADATA).is_file())
 
     def remains(self, tree: Directory) -> str:
         """See `Format`."""

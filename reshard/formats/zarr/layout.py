@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.arguments import checked_fields
 from reshard.core.layout.block import Block
 from reshard.core.model.entries import Content, FileLayout
+from reshard.core.options import Options, option, unsaved
 from reshard.core.records.schema import plain
 from reshard.core.storage.crc import crc32c
 from reshard.dtypes import INT4
@@ -84,7 +85,7 @@ _LEVELS = range(-131072, 23)  # compression levels of zstd
 
 @checked_fields
 @dataclass(frozen=True, slots=True)
-class ZarrGroup:
+class ZarrGroup(Options):
     """One zarr v3 group of whole tensors.
 
     Attributes:
@@ -101,10 +102,14 @@ class ZarrGroup:
     5
     """
 
-    chunk_size: int | None = None
-    shard_size: int | None = None
-    compression: str | None = None
-    times: bool = False
+    chunk_size: int | None = option(
+        "The most bytes in a chunk, such as 16MB.", "size", shown="chunks are the source's blocks"
+    )
+    shard_size: int | None = option(
+        "The most bytes of chunks in a file; 0 for each chunk in its own.", "size", shown="64MiB if chunks are small"
+    )
+    compression: str | None = option("zstd, or zstd:LEVEL like zstd:3.", "text", shown="none", metavar="CODEC")
+    times: bool = unsaved(False)
 
     def __post_init__(self) -> None:
         for kind, size, least in (("chunk", self.chunk_size, 1), ("shard", self.shard_size, 0)):
@@ -155,11 +160,6 @@ class ZarrGroup:
             most = SHARD_BYTES if nbytes < SMALL_CHUNK_BYTES else 0
         many = cut(counts(shape, chunk), most // nbytes)
         return tuple(map(int.__mul__, many, chunk)) if prod(many) > 1 else None
-
-
-@dataclass(frozen=True, slots=True)
-class OrbaxTree(ZarrGroup):
-    """A checkpoint of Orbax: a zarr group with dtypes of TensorStore, and with Orbax's metadata."""
 
 
 class Unit(NamedTuple):

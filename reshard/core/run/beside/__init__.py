@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.core.format import marked
 from reshard.core.listing import RANK_PATTERN, Listing
 from reshard.core.model.digests import digest
-from reshard.core.model.entries import NamedFile, RankFiles, SomeFiles
+from reshard.core.model.entries import SomeFiles
 from reshard.core.plan.inputs import ledger_provenance
 from reshard.core.records.logs import known
 from reshard.core.records.made import provenance_file
@@ -37,6 +37,7 @@ from reshard.core.storage.urls.clients import in_s3
 from reshard.errors import Option, SourceError, TargetError, Text, names
 from reshard.formats.parts import all_parts, is_of_a_set
 from reshard.formats.ranks.directories import Step, every_file, families_of, is_checkpoint_name
+from reshard.formats.ranks.options import RankFiles
 from reshard.kits.indexes import SET_INDEX, set_indexes
 from reshard.strategy.strategy import Strategy
 
@@ -225,11 +226,11 @@ def _own(plan: Plan) -> re.Pattern[str]:
     """Return a pattern of the files of a target, including other ranks and stages."""
     patterns = [re.escape(file.path) for file in plan.files]
     way = plan.request.files if plan.request else None
-    if isinstance(way, RankFiles):
+    if isinstance(way, RankFiles) and not way.name:
         extension = PurePath(plan.files[0].path).suffix
         stage = r"_part\d+" if way.suffix else ""
         patterns.append(rf"rank_(\d+)/{re.escape(way.prefix)}\1{stage}{re.escape(extension)}")
-    elif isinstance(way, NamedFile):
+    elif isinstance(way, RankFiles):
         patterns.append(re.escape(way.name).replace(re.escape("{rank}"), r"\d+"))
     return re.compile("|".join(patterns))
 
@@ -243,8 +244,12 @@ def _other_ranks(plan: Plan, target: Place) -> list[str]:
     strategy = plan.request and plan.request.target
     if plan.request is None:
         pattern, ranks = RANK_PATTERN, {*plan.ranks}
-    elif isinstance(plan.request.files, RankFiles) and not (isinstance(strategy, Strategy) and strategy.others):
-        way, ranks = plan.request.files, {*(strategy.ranks if strategy else plan.ranks)}
+    elif (
+        isinstance(way := plan.request.files, RankFiles)
+        and not way.name
+        and not (isinstance(strategy, Strategy) and strategy.others)
+    ):
+        ranks = {*(strategy.ranks if strategy else plan.ranks)}
         pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
     else:
         return []
@@ -271,7 +276,7 @@ class _Retention:
         self._parts = {*way.every.paths, *(way.every.index or ())[:1]} if isinstance(way, SomeFiles) else set()
         self._families = None if plan.request else _families(plan)
         self._own, self._suffix = _own(plan), way.suffix if isinstance(way, RankFiles) else ""
-        self._is_ranked = isinstance(way, RankFiles) or (isinstance(way, NamedFile) and "{rank}" in way.name)
+        self._is_ranked = isinstance(way, RankFiles) and not way.is_one_file
         self._ranks = strategy.ranks if strategy else plan.ranks
         self._others = isinstance(strategy, Strategy) and strategy.others
 

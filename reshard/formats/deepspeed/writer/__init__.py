@@ -34,7 +34,6 @@ from reshard.formats.deepspeed.writer.optimizer import CarriedOptimizer, StepTen
 from reshard.formats.deepspeed.writer.saved_values import SavedValues
 from reshard.formats.deepspeed.writer.states import number_of, parameter_states
 from reshard.formats.deepspeed.zero_checkpoint import DESCRIBED_BY
-from reshard.formats.kinds import UNIVERSAL_NAME
 from reshard.kits.torch.objects import SavedObjects
 from reshard.kits.torch.saved_tensors import saved_object, saved_tensor, torch_dtype
 
@@ -63,7 +62,7 @@ _NEEDED = {"dp_world_size", "mp_world_size", "global_steps", "skipped_steps", "l
 class UniversalTarget(Target):
     """The files of a Universal Checkpoint."""
 
-    format = UNIVERSAL_NAME
+    format = "deepspeed-universal"
     ranks: tuple[int, ...] = (0,)
     carries = True
 
