@@ -21,7 +21,8 @@ PACKAGE = Path(reshard.__file__).parent
 FLOORS = [
     ("cli",), ("mindspore",), ("api",), ("view",), ("compute",), ("core.verify",), ("core.run",), ("core.plan",),
     ("formats",), ("core.records", "core.target"), ("core.runs",), ("rules",), ("expressions",), ("kits",),
-    ("core.format",), ("core.listing", "core.options"), ("core.model",), ("strategy",), ("core.storage",), ("core.layout",),
+    ("core.format",), ("core.listing", "core.options"), ("core.model",), ("strategy",), ("core.storage",),
+    ("core.layout",),
 ]  # fmt: skip
 ROOT = {
     "__init__", "__main__", "arguments", "dtypes", "environment", "errors", "messages", "siblings", "sizes", "spelling",

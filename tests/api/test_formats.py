@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 TAKEN_BY = {
     "layouts_of": {"dcp", "checkpoint2"},
-    **dict.fromkeys(
-        ("target_strategy", "ranks", "target_stage", "remove_redundancy", "link_replicas"),
-        {"safetensors", "ckpt", "dcp", "checkpoint2"},
-    ),
+    **{
+        option: {"safetensors", "ckpt", "dcp", "checkpoint2"}
+        for option in ("target_strategy", "ranks", "target_stage", "remove_redundancy", "link_replicas")
+    },
     "same_ranks": {"safetensors", "ckpt"},
     "prefix": {"safetensors", "ckpt", "checkpoint2"},
     "target_step": {"dcp", "checkpoint2"},
     "max_shard_size": {"hf", "mindspore", "dcp", "checkpoint2"},
     "link": {"dcp"},
-    **dict.fromkeys(("chunk_size", "shard_size", "compression"), {"zarr", "orbax"}),
+    **{option: {"zarr", "orbax"} for option in ("chunk_size", "shard_size", "compression")},
 }
 
 

@@ -403,7 +403,9 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no files": (lambda c: source_in(c).update(files=[]), r"\$\.provenance\.source\.files is empty"),
     "an unknown format": (lambda c: c["files"].update(to="shell"), r"\$\.files\.to: unknown format 'shell'"),
     "other fields": (lambda c: c["files"].update(fields=[1]), r"files\.fields is \[1\]; expected an object"),
-    "a set of no size": (lambda c: c["files"].update(to="mindspore", fields={"max_shard_size": 0}), "expected at least 1"),
+    "a set of no size": (
+        lambda c: c["files"].update(to="mindspore", fields={"max_shard_size": 0}), "expected at least 1",
+    ),
     "a file name elsewhere": (lambda c: c["files"].update(fields={"name": "../x"}), "leads out of"),
     "a prefix elsewhere": (lambda c: c["files"].update(fields={"prefix": "../x"}), "cannot be part of a file name"),
     "billions of ranks": (

@@ -226,11 +226,11 @@ def _own(plan: Plan) -> re.Pattern[str]:
     """Return a pattern of the files of a target, including other ranks and stages."""
     patterns = [re.escape(file.path) for file in plan.files]
     way = plan.request.files if plan.request else None
-    if isinstance(way, RankFiles) and not way.name:
+    if isinstance(way, RankFiles) and way.name is None:
         extension = PurePath(plan.files[0].path).suffix
         stage = r"_part\d+" if way.suffix else ""
         patterns.append(rf"rank_(\d+)/{re.escape(way.prefix)}\1{stage}{re.escape(extension)}")
-    elif isinstance(way, RankFiles):
+    elif isinstance(way, RankFiles) and way.name is not None:
         patterns.append(re.escape(way.name).replace(re.escape("{rank}"), r"\d+"))
     return re.compile("|".join(patterns))
 
