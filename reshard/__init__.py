@@ -44,7 +44,7 @@ _HOMES = {
     "Plan": "api.plans",
     "PlanError": "errors",
     "Progress": "core.run.settings",
-    "read_layouts": "formats.checkpoint2.arrangements",
+    "read_layouts": "api.choices",
     "read_manifest": "core.verify.manifest",
     "read_object": "api.checkpoints",
     "read_plan": "api.plans",
@@ -134,6 +134,7 @@ __all__ = [
 if TYPE_CHECKING:
     from reshard.api.averages import average
     from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.api.choices import read_layouts
     from reshard.api.comparing import diff
     from reshard.api.conversions import convert
     from reshard.api.demos import demo
@@ -168,7 +169,6 @@ if TYPE_CHECKING:
         UsageError,
         VerifyError,
     )
-    from reshard.formats.checkpoint2.arrangements import read_layouts
     from reshard.formats.checkpoint2.options import Checkpoint2
     from reshard.formats.dcp.names import DCP
     from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet

@@ -11,6 +11,8 @@ from reshard.spelling import did_you_mean
 
 _PREFIX = "RESHARD_"
 _OF_SERVICES = re.compile(r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)?)")
+OF_LIBRARIES = re.compile(r"RESHARD_[A-Z]+_PYTHON")
+"""The variables that name a Python with another library."""
 _MOST_DIGITS = 6  # of a number of threads
 
 MEMORY, THREADS, STALL_SECONDS = "RESHARD_MEMORY", "RESHARD_THREADS", "RESHARD_STALL_SECONDS"
@@ -32,11 +34,7 @@ VARIABLES = {
 """What each variable sets."""
 
 OF_TESTS = {
-    "RESHARD_MINDSPORE_PYTHON": "A Python with MindSpore.",
-    "RESHARD_TORCH_PYTHON": "A Python with PyTorch.",
-    "RESHARD_DEEPSPEED_PYTHON": "A Python with DeepSpeed.",
-    "RESHARD_MEGATRON_PYTHON": "A Python with Megatron-Core.",
-    "RESHARD_ORBAX_PYTHON": "A Python with Orbax and jax.",
+    "RESHARD_NAME_PYTHON": "A Python with another library, such as `RESHARD_TORCH_PYTHON`, which tests run beside.",
     "RESHARD_FUZZ_SECONDS": "How long the differential test tries random conversions.",
     "RESHARD_FUZZ_SEED": "Seed of its random choices.",
     "RESHARD_FUZZ_CASE": "Number of the one case to run again.",
@@ -55,7 +53,10 @@ def refuse_unknown() -> None:
     """
     for name in os.environ:
         if name.startswith(_PREFIX) and not (
-            name in VARIABLES or name in OF_TESTS or _OF_SERVICES.fullmatch(name, len(_PREFIX))
+            name in VARIABLES
+            or name in OF_TESTS
+            or OF_LIBRARIES.fullmatch(name)
+            or _OF_SERVICES.fullmatch(name, len(_PREFIX))
         ):
             raise UsageError(
                 f"{name} is no environment variable of reshard", code="unknown-variable",

@@ -47,7 +47,6 @@ PYTHON = Words(
         "layout": ("layout", "layout={{{!r}: {!r}}}"),
         "layouts_of": ("target=reshard.read_layouts(...)",),
         "let": ("let={{{!r}: N}}",),
-        "link": ("files=reshard.DCP(link=True)",),
         "lora_alpha": ("alpha=... to reshard.LoRA",),
         "lora_tied": ("tied={!r} to reshard.LoRA",),
         "memory": ("memory=...", "memory={:_}"),

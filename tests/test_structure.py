@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -13,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import reshard
+from reshard.core.format import named
 from reshard.upward import HOMES
 
 PACKAGE = Path(reshard.__file__).parent
@@ -109,6 +112,92 @@ def test_imports_point_down() -> None:
         if name != "__main__" and level[room(other)] < level[room(name)]
     ]
     assert set(wrong) == UPWARD
+
+
+FORMATS = {
+    each.name: PACKAGE / each.name for each in (PACKAGE / "formats").iterdir() if (each / "__init__.py").exists()
+}
+FORMATS.pop("catalog")  # what lies below a directory, of any format
+
+WORDS = re.compile(
+    r"dcp|distcp|checkpoint2|orbax|ocdbt|deepspeed|megatron|zarr|hugging_?face|torch_?save|consolidated|universal",
+    re.IGNORECASE,
+)
+NAMING = {
+    "__init__": "the classes of options that are public",
+    "api.checkpoints": "`Checkpoint.to_zarr`, as xarray has it",
+    "api.demos.examples": "the demo converts between formats",
+    "cli.write": "`--via-zarr`",
+    "core.storage.urls.hub": "the package of a service that is called like a format",
+}
+"""The modules outside of the folders that name a format, and why."""
+
+OF_FORMATS = {
+    ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("cli.groups.strategy", "ranks"), ("cli.main", "ranks"),
+    ("cli.write", "zarr"), ("core.plan.make", "ranks"), ("core.plan.make", "sets"), ("core.run.beside", "ranks"),
+    ("core.verify.manifest_files", "ranks"), ("core.verify.verify", "ranks"), ("formats.catalog", "ranks"),
+    ("formats.catalog.files", "ranks"), ("formats.made", "ranks"), ("formats.open", "ranks"),
+    ("formats.reopen", "ranks"), ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),
+    ("mindspore.unified", "sets"),
+}  # fmt: skip
+"""The modules outside of its folder that import a format: all but a few know files of ranks, the last resort."""
+
+BESIDE = {
+    ("checkpoint2", "dcp"), ("checkpoint2", "ranks"), ("dcp", "ranks"), ("deepspeed", "torch_save"),
+    ("megatron", "torch_save"), ("ranks", "sets"), ("sets", "zarr"), ("zarr", "dcp"), ("zarr", "sets"),
+}  # fmt: skip
+"""The formats that import another one, which they do not extend."""
+
+
+def names_a_format(path: Path) -> bool:
+    """Return whether an identifier, an import or a text that is no docstring has a word of a format."""
+    tree = ast.parse(path.read_text())
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    documented = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.body]
+    docs = {id(node.body[0].value) for node in documented if isinstance(node.body[0], ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom():
+                texts = [node.module or "", *(alias.name for alias in node.names)]
+            case ast.Import():
+                texts = [alias.name for alias in node.names]
+            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.FunctionDef(name=text) | ast.ClassDef(name=text):
+                texts = [text]
+            case ast.Constant(value=str(text)) if id(node) not in docs:
+                texts = [text]
+            case _:
+                texts = []
+        if any(map(WORDS.search, texts)):
+            return True
+    return False
+
+
+def test_a_format_is_named_in_its_own_folder_only() -> None:
+    outside = {
+        name: path for name, path in MODULES.items() if name.split(".")[0] not in {"formats", "kits", "mindspore"}
+    }
+    outside["__init__"] = PACKAGE / "__init__.py"
+    assert {name for name, path in outside.items() if names_a_format(path)} == NAMING.keys()
+
+
+def test_nobody_imports_a_format_but_the_list() -> None:
+    """And formats import those that they extend."""
+    found, beside = set(), set()
+    extended = {
+        (path.name, named(other).__class__.__module__.rpartition(".")[2])
+        for path in FORMATS.values()
+        for each in importlib.import_module(f"reshard.formats.{path.name}").FORMATS
+        for other in each.extends
+    }
+    for name, path in MODULES.items():
+        first, _, rest = name.partition(".")
+        own = rest.partition(".")[0] if first == "formats" and rest.partition(".")[0] in FORMATS else None
+        for other in imported_modules(path):
+            folder = other.removeprefix("formats.").partition(".")[0] if other.startswith("formats.") else ""
+            if folder in FORMATS and folder != own:
+                (found if own is None else beside).add((name if own is None else own, folder))
+    assert found == OF_FORMATS
+    assert beside - extended == BESIDE
 
 
 def test_no_module_imports_in_a_circle() -> None:

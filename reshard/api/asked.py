@@ -11,10 +11,6 @@ from reshard.view.notebook.opened import OpenedArrays
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    import zarr
-    from typing_extensions import TypeIs
-    from zarr.abc.store import Store
-
     from reshard.core.layout.arrangement import Arrangement
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName
@@ -46,11 +42,6 @@ class TargetOptions:
         """Return the options among `names` that were given."""
         values = {**vars(self), **self.of_format}
         return [name for name in names if values.get(name) is not None and values[name] is not False]
-
-
-def is_of_zarr(value: object) -> TypeIs[zarr.Group | Store]:
-    """Return whether a value is a store or a group of zarr, which is not imported to ask."""
-    return type(value).__module__.partition(".")[0] == "zarr"
 
 
 def refuse_options_of_paths(side: object, hint: str = "leave it out", **options: object) -> None:

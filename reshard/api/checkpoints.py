@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.api.asked import is_of_zarr
 from reshard.api.choices import progress_of, run_plan
 from reshard.arguments import checked
+from reshard.core.format import knowing
 from reshard.core.listing import RANK_PATTERN
 from reshard.core.model.holdings import strategy_of as strategy_of_record
 from reshard.core.plan.changes import refuse_unused
@@ -104,13 +104,13 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         "strategy": strategy, "rank_pattern": rank_pattern, "suffix": suffix, "layouts": layout, "stage": stage,
         "partial": partial, "iteration": iteration, "cipher": cipher, "contents": contents,
     }  # fmt: skip
-    if is_of_zarr(path):
-        from reshard.api.writing import open_group  # it brings dask
+    if opened_by := knowing(path):
+        from reshard.api.writing import open_value  # it brings dask
 
-        record = open_group(path, options)
+        record = open_value(path, opened_by, options)
     else:
         use_options(storage_options, *(path.values() if isinstance(path, Mapping) else [path]))
-        record = open_checkpoint(path, **options)
+        record = open_checkpoint(path, **options)  # type: ignore[arg-type]  # no zarr.Group
     warn(record.warnings)
     return Checkpoint(replace(record, opening=replace(record.opening, chunks=chunks)))
 
@@ -374,19 +374,19 @@ class Checkpoint(OpenedArrays):
         Raises:
             reshard.ReshardError: as `reshard.plan` and `Plan.run` do.
         """
-        from reshard.api.writing import store_directory
+        from reshard.api.writing import directory_of
         from reshard.core.run.settings import RunOptions
         from reshard.formats.zarr.layout import ZarrGroup
 
-        if is_of_zarr(store):
-            store = store_directory(store)
+        if opened_by := knowing(store):
+            store = directory_of(store, opened_by)
         use_options(storage_options, store)
         files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
         plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
         refuse_unused(plan, selection)
         warn(text for text in plan.warnings if text not in self.warnings)
         options = RunOptions(overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client)
-        return run_plan(plan, store, options, progress)
+        return run_plan(plan, store, options, progress)  # type: ignore[arg-type]  # no store of zarr any more
 
     def __getitem__(self, name: str, /) -> Array:
         """Return a tensor as a lazy dask array, as `array(name)` does."""

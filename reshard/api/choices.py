@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.format import targets
+from reshard.arguments import checked
+from reshard.core.format import formats, targets
 from reshard.core.layout.arrangement import Arrangement
 from reshard.core.plan.inputs import Selection, derived
 from reshard.core.plan.select import select
+from reshard.core.runs import iteration_at
 from reshard.core.storage.places import as_place
-from reshard.errors import Option, Text, UsageError
+from reshard.errors import Option, SourceError, Text, UsageError
 from reshard.messages import warn
 from reshard.rules.lora import LoRA
 from reshard.strategy.files import read_strategy
@@ -164,3 +166,27 @@ def carried_out(
         plan = with_neighbours(plan, target, starts_over=options.starts_over)
     warn(text for text in plan.warnings if text not in warned)
     return run_plan(plan, conversion.directory or target, options, progress)
+
+
+@checked
+def read_layouts(path: AnyName) -> Arrangement:
+    """Return the arrangement of a checkpoint whose metadata say how its tensors are cut, as a Checkpoint 2.0's do.
+
+    Args:
+        path: its directory, or a run directory, whose last iteration is used; only metadata are read.
+
+    Raises:
+        reshard.SourceError: the metadata are missing, or not valid.
+
+    >>> options = {"source_strategy": "src_strategy.ckpt", "target_strategy": "dst_strategy.ckpt"}
+    >>> report = reshard.convert("src_checkpoints", "run", to="checkpoint2", step=4, **options)
+    >>> len(reshard.read_layouts("run").tensors)
+    15
+    """
+    directory = iteration_at(as_place(path))
+    if not directory.is_dir():
+        raise SourceError(f"no such directory: {directory}", code="not-found")
+    found = next((layouts for each in formats() if (layouts := each.layouts(directory))), None)
+    if found is None:
+        raise SourceError(f"{directory} does not say how its tensors are cut", code="not-a-checkpoint")
+    return found

@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.api.choices import target_of
+from reshard.api.choices import read_layouts, target_of
 from reshard.api.formats import (
     CUT,
     check_options,
@@ -35,7 +35,6 @@ from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.make import plan_convert
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
-from reshard.formats.checkpoint2.arrangements import read_layouts
 from reshard.formats.open import has_several_ranks, is_described, ledger_layout, read_headers
 from reshard.formats.open import open as open_checkpoint
 from reshard.kits.files import check_file_name

@@ -25,21 +25,17 @@ from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.s3.options import use_options
 from reshard.dtypes import BY_NAME, INT4, STR
-from reshard.errors import Faults, SourceError, UsageError
+from reshard.errors import Faults, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.zarr.carried import DIRECTORY as CARRIED
-from reshard.formats.zarr.layout import ATTRIBUTES
 from reshard.sizes import size_of
 from reshard.view.arrays import low as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import zarr
-    from zarr.abc.store import Store
-
+    from reshard.core.format import Format
     from reshard.core.run.settings import Progress, Report
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName
@@ -80,87 +76,48 @@ def _assigned(source: Checkpoint, expressions: Mapping[str, FromArray]) -> Check
     return replace(result, unreadable=unreadable, opening=opening, extras=extras, origin=None)
 
 
-def _local_path(store: zarr.Group | Store) -> str | None:
-    """Return the path of a zarr store, or of a group in one; None if it is not in a local directory."""
-    from zarr.abc.store import Store
-    from zarr.storage import LocalStore
-
-    store, path = (store, "") if isinstance(store, Store) else (store.store, store.path)
-    return str(store.root / path) if isinstance(store, LocalStore) else None
-
-
-def store_directory(store: zarr.Group | Store) -> str:
-    """Return the directory of a zarr store, or of a group in one, to write to.
+def directory_of(value: object, format_: Format) -> str:
+    """Return the directory of what a format's own library has opened, to write to.
 
     Raises:
         UsageError: it is not in a local directory.
     """
-    path = _local_path(store)
+    path = format_.path_of(value)
     if path is None:
-        raise UsageError(f"{store} is not a local directory", code="wrong-type", hint="give a directory or a URL")
+        raise UsageError(f"{value} is not a local directory", code="wrong-type", hint="give a directory or a URL")
     return path
 
 
-def open_group(group: zarr.Group, options: Mapping[str, Any]) -> Checkpoint:
-    """Open a zarr group: by its path if it is in a local directory; if not, zarr reads the chunks of its arrays.
+def open_value(value: object, format_: Format, options: Mapping[str, Any]) -> Checkpoint:
+    """Open what a format's own library has opened: by its path if it is local; if not, by the arrays of the library.
 
     Args:
-        group: the group.
+        value: what was opened.
+        format_: the format.
         options: as for `formats.open.open`.
 
     Raises:
         SourceError: as opening the path does; notes of this program are damaged.
         UsageError: it has no array that a checkpoint may have; it is not local, and there are options.
     """
-    from zarr import Array
-
-    root = _local_path(group)
+    root = format_.path_of(value)
     if root is not None:
         return open_checkpoint(root, **options)
-    told = {name for name, value in options.items() if value is not None and value is not False}
+    told = {name for name, given in options.items() if given is not None and given is not False}
     if told - {"contents", "rank_pattern"}:
-        raise options_refused(group)
-    expressions, unreadable = {}, {}
-    is_own = ATTRIBUTES in group.attrs
-    for name, array in group.members(max_depth=None):
-        if isinstance(array, Array) and not (is_own and name == CARRIED):
-            notes: Any = array.attrs.get(ATTRIBUTES, {})
-            if not isinstance(notes, dict):
-                raise SourceError(
-                    f"array {name!r} of {group} has notes of reshard that are no object", code="bad-metadata"
-                )
-            real_name = notes.get("name", name)
-            if not isinstance(real_name, str) or real_name in expressions or real_name in unreadable:
-                raise SourceError(
-                    f"{group} has a second tensor {real_name!r}, or its name is not text", code="bad-name"
-                )
-            try:
-                expressions[real_name] = _from_array(real_name, _as_noted(da.from_zarr(array), notes.get("dtype")))
-            except UsageError as error:
-                unreadable[real_name] = error.message
+        raise options_refused(value)
+    arrays, reasons = format_.arrays_of(value)
+    expressions, unreadable = {}, dict(reasons)
+    for name, array in arrays.items():
+        try:
+            expressions[name] = _from_array(name, array)
+        except UsageError as error:
+            unreadable[name] = error.message
     if not expressions:
-        raise UsageError(f"{group} has no array that a checkpoint may have", code="no-tensors")
+        raise UsageError(f"{value} has no array that a checkpoint may have", code="no-tensors")
     return replace(
         _assigned(Checkpoint(ARRAYS, {}, (), (), opening=Opening(by_file=True)), expressions), unreadable=unreadable
     )
-
-
-def _as_noted(array: da.Array, name: object) -> da.Array:
-    """Return an array as the dtype that reshard noted: zarr stores the bits of bfloat16, which it lacks, as integers.
-
-    Raises:
-        UsageError: numpy lacks the dtype, too.
-        SourceError: there is no such dtype, or it has another width.
-    """
-    if name is None or name == array.dtype.name:
-        return array
-    name = str(name)
-    if name in _OTHER:
-        raise UsageError(f"is {name}", code="bad-array", hint="open the store by its path or URL")
-    dtype = BY_NAME.get(name)
-    if dtype is None or dtype.itemsize != array.dtype.itemsize:
-        raise SourceError(f"an array of {array.dtype} has the noted dtype {name!r}", code="wrong-dtype")
-    return array.view(dtype.numpy())
 
 
 def _from_array(name: Any, value: Any) -> FromArray:

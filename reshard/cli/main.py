@@ -54,6 +54,7 @@ _HOMES = {
     "plan": "reshard.cli.plan:plan",
     "run": "reshard.cli.plan:run",
     "rules": "reshard.cli.groups.rules:rules",
+    "formats": "reshard.cli.groups.lists:formats",
     "runs": "reshard.cli.groups.lists:runs",
     "stats": "reshard.cli.groups.computing:stats",
     "strategy": "reshard.cli.groups.strategy:strategy",
@@ -119,7 +120,7 @@ newest is read: name, and which are older), ranks, files (rank, path, format,
 nbytes), nbytes, warnings, sampled (tensors, of_tensors, copies, whole,
 of_copies: what was looked at), unreadable, bound (only a checkpoint of the
 same format can have them), objects (the beginning of each), training (what
-Megatron says: iteration, optimizer and others), totals (kind, dtype, tensors,
+its files say: iteration, optimizer and others), totals (kind, dtype, tensors,
 parameters, nbytes), iterations (of a run's directory: the checkpoints, as
 `reshard runs` has them), and tensors: name, dtype, shape, nbytes, stacked
 (what the first dimensions count), layouts, shards. For the files of ranks

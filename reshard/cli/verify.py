@@ -140,7 +140,7 @@ lost, that its numbers are those of the layout, and that every block is listed.
 Samples of replicas are compared with each other, as when a source is opened;
 all of their bits if SOURCE is TARGET itself.
 Two directories of the same ranks need no strategies.
-Tensors that are in the same files on both sides, as after --to dcp --link,
+Tensors that are in the same files on both sides, as after --link,
 cannot be compared. The verdict counts them, and these files are compared with
 the checksums that they contain, if any, unless --sample is given.
 

@@ -20,10 +20,12 @@ from reshard.core.listing import Contents, FileNames, Listing, OpenOptions, RunL
 from reshard.core.model.findings import Candidate, Findings, by_opening
 from reshard.core.storage.cipher import required
 from reshard.errors import UsageError
+from reshard.messages import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.layout.arrangement import Arrangement
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Directory
     from reshard.core.model.objects import Objects
@@ -162,6 +164,10 @@ class Format:
         """Return the word of `to` for a target like a checkpoint of this format."""
         return self.name
 
+    def layouts(self, place: Place) -> Arrangement | None:  # noqa: ARG002 -- subclasses use it
+        """Return how the tensors of a checkpoint are cut, by its metadata alone; None if they do not say it."""
+        return None
+
     def notes(self, names: Iterable[str]) -> Sequence[str]:  # noqa: ARG002 -- subclasses use it
         """Return notes for the user about a target with tensors of these names."""
         return ()
@@ -169,6 +175,20 @@ class Format:
     def metadata_of(self, checkpoint: Checkpoint) -> Sequence[str]:  # noqa: ARG002 -- subclasses use it
         """Return the paths of further files of metadata, which a plan file notes like those of tensors."""
         return ()
+
+    # --- of what a program has opened with the format's own library ---------------------------------------------
+
+    def knows(self, value: object) -> bool:  # noqa: ARG002 -- subclasses use it
+        """Return whether a value is a checkpoint that the format's own library has opened."""
+        return False
+
+    def path_of(self, value: Any) -> str | None:  # noqa: ARG002 -- subclasses use it
+        """Return the local path of such a value; None if it is elsewhere."""
+        return None
+
+    def arrays_of(self, value: Any) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+        """Return the dask arrays of such a value by name, and the reason for each that cannot be read."""
+        raise NotImplementedError
 
     # --- of runs ------------------------------------------------------------------------------------------------
 
@@ -222,21 +242,30 @@ def _built_in() -> tuple[Format, ...]:
 
 
 @cache
-def _of_packages() -> tuple[Format, ...]:
-    """Return the formats that packages name in their entry points."""
+def _loaded() -> tuple[tuple[Format, ...], Mapping[str, str]]:
+    """Return the formats that packages name in their entry points, and why others cannot be loaded."""
     from importlib.metadata import entry_points  # it takes 50 ms
 
-    found = []
+    found, faults = list[Format](), {}
     for entry in entry_points(group=GROUP):
         try:
             found.append(_checked(entry.load()))
         except Exception as error:
-            where = f"{entry.value} of {entry.dist.name if entry.dist else 'a package'}"
-            raise UsageError(
-                f"the format {entry.name!r} cannot be loaded", code="bad-format", facts=[where, f"{error}"],
-                hint="update or uninstall the package",
-            ) from error  # fmt: skip
-    return tuple(found)
+            package = entry.dist.name if entry.dist else "a package"
+            faults[entry.name] = f"{package} cannot load {entry.value}: {type(error).__name__}: {error}"
+    return tuple(found), faults
+
+
+def _of_packages() -> tuple[Format, ...]:
+    """Return the formats that packages name; those that cannot be loaded are warned of."""
+    found, faults = _loaded()
+    warn([f"the format {name!r} is left out: {why}" for name, why in faults.items()])
+    return found
+
+
+def faulty_formats() -> Mapping[str, str]:
+    """Return why formats of packages cannot be loaded, by the name in the entry point."""
+    return _loaded()[1]
 
 
 def _checked(format_: Any) -> Format:
@@ -313,6 +342,11 @@ def written(word: str) -> Format:
                 return each
     known = ", ".join(each.name for each in targets(packages=True))
     raise UsageError(f"unknown format {word!r:.60}; known are {known}", code="unknown-format")
+
+
+def knowing(value: object) -> Format | None:
+    """Return the format whose own library has opened a value, such as a `zarr.Group`; None for paths."""
+    return next((each for each in formats() if each.knows(value)), None)
 
 
 def format_of(options: object) -> Format | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard.core.storage.places import AnyName, Place
 
 _RUN_NAMES = "directories such as iteration_00000100, iter_0000100, global_step_100 or global_step100"
-_WEIGHTS = re.compile(r".*\.(?:safetensors|ckpt)|.*\.index\.json|.*_model_states\.pt|rank_\d+|.*\.distcp", re.DOTALL)
+_WEIGHTS = re.compile(r".*\.(?:safetensors|ckpt)|.*\.index\.json|rank_\d+", re.DOTALL)
 _MOST_PROBED = 3  # of the steps of a run, the last ones
 _MOST_GROUPS = 8
 
@@ -85,7 +85,7 @@ class Runs(Format):
         if not step.format.describes:
             raise SourceError(
                 f"{directory} has no file of a distributed checkpoint", code="not-a-checkpoint",
-                facts=["the checkpoints of a run are DCPs, Checkpoint 2.0 or DeepSpeed's"],
+                facts=[f"the checkpoints of a run are of {names([each.title for each in formats() if each.runs])}"],
                 hint="open it by its own path",
             )  # fmt: skip
         checkpoint = step.open(replace(options, iteration=None), contents=contents)
@@ -113,13 +113,19 @@ def final_name(name: str) -> str:
     return next((name.partition(mark)[0] for mark in marks if mark in name), name)
 
 
+def _is_weights(name: str) -> bool:
+    """Return whether a name is of a file of weights, or of one of several files of a checkpoint."""
+    parts = (part for each in formats() for part in each.parts if not part.when & {"run", "directory"})
+    return bool(_WEIGHTS.fullmatch(name)) or any(part.files.fullmatch(name) for part in parts)
+
+
 def run_at(here: Listing) -> Run | None:
     """Return the run in a directory, or None.
 
     Next to weights, as transformers saves them with a checkpoint of DeepSpeed, it is not a run: the weights are opened.
     Nor is a Universal Checkpoint that this program wrote, which names itself.
     """
-    has_weights = any(map(_WEIGHTS.fullmatch, here.names))
+    has_weights = any(map(_is_weights, here.names))
     runs = [
         Run(here, format_, layout)
         for format_, layout in _layouts()

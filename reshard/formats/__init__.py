@@ -15,17 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.core.format import Format, Found, find, formats, named, register
+    from reshard.core.layout.block import Block
     from reshard.core.listing import FileNames, Listing, OpenOptions, RunLayout
+    from reshard.core.model.entries import Content, FileLayout
     from reshard.core.model.table import BlockList
-    from reshard.core.target import Target, TargetBlocks, TargetFile, TargetInputs, TargetTensor
+    from reshard.core.options import Options, option
+    from reshard.core.target import Target, TargetBlocks, TargetFile, TargetInputs, TargetTensor, literal
 
 __all__ = [
+    "Block",
     "BlockList",
+    "Content",
+    "FileLayout",
     "FileNames",
     "Format",
     "Found",
     "Listing",
     "OpenOptions",
+    "Options",
     "RunLayout",
     "Target",
     "TargetBlocks",
@@ -34,7 +41,9 @@ __all__ = [
     "TargetTensor",
     "find",
     "formats",
+    "literal",
     "named",
+    "option",
     "register",
 ]
 
@@ -49,7 +58,10 @@ _HOMES = {
     "BlockList": "core.model.table",
     **dict.fromkeys(("Format", "Found", "find", "formats", "named", "register"), "core.format"),
     **dict.fromkeys(("FileNames", "Listing", "OpenOptions", "RunLayout"), "core.listing"),
-    **dict.fromkeys(("Target", "TargetBlocks", "TargetFile", "TargetInputs", "TargetTensor"), "core.target"),
+    **dict.fromkeys(("Target", "TargetBlocks", "TargetFile", "TargetInputs", "TargetTensor", "literal"), "core.target"),
+    **dict.fromkeys(("Options", "option"), "core.options"),
+    **dict.fromkeys(("Content", "FileLayout"), "core.model.entries"),
+    "Block": "core.layout.block",
 }
 
 

@@ -41,7 +41,7 @@ _OPTIMIZER_STATE = re.compile(
 )
 _ADAPTIVE = ("exp_avg", "exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "acc_delta")
 _KINDS = {*_ADAPTIVE, "max_exp_avg_sq", "param", "fp32_param", "step"}
-"""The kinds of state in PyTorch's optimizers and Megatron's distributed one; no model uses the first names."""
+"""The kinds of state in PyTorch's optimizers and in distributed ones of its programs; no model uses the first names."""
 
 
 _MASTERS = {"fp32", "fp32_param", "main_param", "master", "master_param", "param"}
@@ -62,7 +62,7 @@ _PREFIXES = frozenset({
     "moment2", "moments", "momentum", "momentum_buf", "momentum_buffer", "momentums", "mu", "nu", "square_avg",
     "step", "v", "velocity", "vhat",
 })  # fmt: skip
-"""Words before the name of a weight in the names of optimizer states: of MindSpore, DeepSpeed, PyTorch and optax."""
+"""Words before the name of a weight in the names of optimizer states: of MindSpore, PyTorch's programs, and optax."""
 
 _OF_OPTIMIZER = re.compile(r"(?:adamw?|came|lamb|lars|lion|muon|sgd)_\w+")
 _BESIDE = {"linear": "moments", "stat": "accum", "prev": "step_size", "step_size": "prev"}

@@ -102,7 +102,7 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
     sections = (
         ("Not readable", ("tensor", "reason"), checkpoint.unreadable, "tensor"),
         ("Bound", ("tensor", "reason"), checkpoint.extras.bound, "tensor"),
-        ("Megatron", ("name", "value"), {word: str(fact) for word, fact in facts.items()}, "value"),
+        ("Training", ("name", "value"), {word: str(fact) for word, fact in facts.items()}, "value"),
         ("Not tensors", ("name", "what it is"), objects, "object"),
     )
     parts += [

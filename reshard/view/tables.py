@@ -257,7 +257,7 @@ def checkpoint_text(
     lines = source_lines(checkpoint)
     facts, objects = described or objects_of(checkpoint)
     if facts:
-        lines.append(f"Megatron: {printable(', '.join(f'{word} {fact}' for word, fact in facts.items()))}")
+        lines.append(f"Training: {printable(', '.join(f'{word} {fact}' for word, fact in facts.items()))}")
     lines += ["", *_rows(checkpoint, "shape", sort, width, columns), ""]
     if cut and raw:
         lines += [*LEGEND.splitlines(), ""]

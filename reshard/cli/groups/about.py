@@ -21,10 +21,7 @@ from reshard.view.progress import columns_of
 DOCS = (Path(reshard.__file__).with_name("docs"), Path(reshard.__file__).parents[1] / "docs")
 """The directories that may have the pages: of an installation, and of a clone of the repository."""
 
-_RUNS_ON = (
-    "backports.zstd", "botocore", "click", "cryptography", "dask", "distributed", "fsspec", "google-crc32c", "isal",
-    "ml_dtypes", "numcodecs", "numpy", "obstore", "protobuf", "PyYAML", "rich", "safetensors", "zarr",
-)  # fmt: skip
+_REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:; *extra == '(.*)')?")
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
@@ -139,10 +136,12 @@ def print_versions(*, verbose: bool) -> None:
     if not verbose:
         return
     import platform
-    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import PackageNotFoundError, requires
     from importlib.metadata import version as version_of
 
     click.echo(f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}")
-    for name in _RUNS_ON:
+    matches = (_REQUIREMENT.match(each.replace('"', "'")) for each in requires("reshard") or ())
+    needed = {each[1] for each in matches if each and each[2] not in {"test", "docs"}}
+    for name in sorted({*needed, "distributed"}, key=str.lower):
         with suppress(PackageNotFoundError):
             click.echo(f"{name} {version_of(name)}")

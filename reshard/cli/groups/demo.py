@@ -15,13 +15,14 @@ import numpy as np
 
 from reshard.api.demos import MARK
 from reshard.api.demos import demo as write_demo
+from reshard.api.formats import options_of
+from reshard.core.format import written
 from reshard.core.plan.make import plan
 from reshard.core.run.run import run
 from reshard.core.run.settings import RunOptions
 from reshard.dtypes import BY_NAME
 from reshard.errors import VerifyError, bytes_text, names
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.sets.options import HuggingFaceSet
 from reshard.strategy.files import read_strategy
 from reshard.strategy.proto import message_class
 from reshard.view.text import count_text
@@ -113,7 +114,9 @@ def check_library(directory: Path) -> Checked:
 
     source = open_checkpoint(directory / "src_checkpoints", strategy=directory / "src_strategy.ckpt")
     report = run(
-        plan(source, format="safetensors", files=HuggingFaceSet()), directory / "hf", RunOptions(overwrite=True)
+        plan(source, format="safetensors", files=options_of(written("hf"), {})),
+        directory / "hf",
+        RunOptions(overwrite=True),
     )
     with np.load(directory / "full.npz", allow_pickle=False) as arrays:
         whole: dict[str, Array] = {name: arrays[name] for name in arrays.files}

@@ -1,4 +1,4 @@
-"""`reshard runs`: list the checkpoints below a directory."""
+"""`reshard runs` and `reshard formats`: list the checkpoints below a directory, and the formats."""
 
 from __future__ import annotations
 
@@ -83,3 +83,39 @@ def runs(source: Place, newest: bool, as_json: bool) -> None:
         print_json({"source": listed.root, "newest": newest_path, "checkpoints": runs_data(listed)})
     else:
         print_text(runs_text(listed, width=width()))
+
+
+@click.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+  reshard formats
+  reshard formats zarr
+""",
+    details="""
+A format is found by the names in a directory: the formats are asked in the
+order of the list, and the first that recognises a checkpoint opens it.
+
+A package adds a format by the entry point group reshard.formats.
+
+The object of --json has the key formats: name (the word of --to), title, about
+(what it is), read and write (true or false), package (that it comes from; empty for those of
+reshard), options (of --to: name, help, default), and needs (why it cannot be
+loaded, or empty).
+""",
+    short_help="List the formats: which are read, which are written, with which options.",
+)
+@click.argument("name", required=False)
+@json_option
+def formats(name: str | None, as_json: bool) -> None:
+    """List the formats; or with NAME the options of one."""
+    from reshard.view.formats import formats_data, formats_text, options_text
+
+    if as_json:
+        chosen = [row for row in formats_data() if name in {None, row["name"]}]
+        print_json({"formats": chosen})
+    elif name is None:
+        print_text(formats_text(width=width()))
+    else:
+        print_text(options_text(name, width=width()))

@@ -138,7 +138,7 @@ def plan(
     result = build(source, items, destination, limits, faults)
     source_objects = (*(name for name, _ in selected.objects), *source.extras.beside)
     objects = [name for name in source_objects if name not in destination.carried]
-    lost = [f"{names(objects, most=3)}: not tensors, and left out; a DCP or a zarr store has them"] if objects else []
+    lost = [f"{names(objects, most=3)}: not tensors, and left out; {_carriers()} have them"] if objects else []
     return replace(
         result,
         dropped=(*selected.dropped, *objects),
@@ -246,6 +246,10 @@ def _left_beside(source: Checkpoint, files: Iterable[TargetFile], carried: Colle
     left = [name for name in sidecar_names(source) if name not in carried and name not in written]
     if left:
         yield f"{len(left):,} file{'s' * (len(left) != 1)} beside the tensors left out: {names(left, most=3)}"
+
+
+def _carriers() -> str:
+    return names([each.name for each in targets() if each.carries and not each.extends])
 
 
 def _default_format() -> Format:

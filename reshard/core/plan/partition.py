@@ -83,7 +83,7 @@ def partitioned(plan: Plan, partition: str | None, directory: str, *, server_cop
         )  # fmt: skip
     if plan.exclusive and partition == "file" and can(directory).positioned:
         raise UsageError(
-            f"a zarr store in a local directory such as {directory} is written by tensor", code="wrong-partition",
+            f"a store in a local directory such as {directory} is written by tensor", code="wrong-partition",
             hint="leave partition 'file' out",
         )  # fmt: skip
     by_file = partition == "file" or plan.cipher is not None or not can(directory).positioned

@@ -34,6 +34,7 @@ from reshard.core.options import Options
 from reshard.core.plan.inputs import provenance_of, selection_of
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.plan import plan_digest
+from reshard.core.records.arrangements import ArrangementRecord
 from reshard.core.records.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
 from reshard.core.records.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
 from reshard.core.records.schema import read as read_record
@@ -41,7 +42,6 @@ from reshard.core.runs import is_iteration
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
-from reshard.formats.checkpoint2.arrangements import ArrangementRecord
 from reshard.formats.open import files_of_sources
 from reshard.formats.reopen import recomputed, reopen
 

@@ -16,6 +16,7 @@ from enum import Enum
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from reshard.core.format import targets
 from reshard.core.model.entries import SomeFiles
 from reshard.core.plan.plan import changes_digest, file_digests
 from reshard.core.records.logs import DIRECTORY, Record
@@ -248,9 +249,11 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
             directory, a source file, or a link that leads out; it has other files, and the files must be alone; or the
             files are a unified set, and it has files of another set.
         SourceError: the storage of the target cannot be reached.
-        UsageError: the target has the name of a zarr store, but another format.
+        UsageError: the target has the name of a store, but another format.
     """
-    if root.endswith(".zarr") and not plan.exclusive:
+    if not plan.exclusive and any(
+        each.extension and root.endswith(f".{each.extension}") for each in targets() if not each.one_file
+    ):
         check_name(root, plan.format)
     below = root.rstrip("/") + "/"
     if any(file.pointer for file in plan.files) and is_iteration(os.path.basename(root)):

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked
+from reshard.core.format import marked
 from reshard.core.layout.block import shape_text
 from reshard.core.listing import RANK_PATTERN
 from reshard.core.model.digests import gaps
@@ -29,7 +30,6 @@ from reshard.errors import EncryptedError, SourceError, UsageError, names
 from reshard.formats.open import read_headers
 from reshard.formats.ranks.directories import leftovers
 from reshard.formats.ranks.names import EXTENSIONS
-from reshard.formats.zarr.layout import NAME as ZARR
 from reshard.kits.files import index_file
 from reshard.kits.indexes import set_indexes
 
@@ -80,9 +80,9 @@ def make_manifest(
             code="encrypted",
             hint="compare it with its source",
         ) from None
-    if files[0].index.format == ZARR:
+    if store := marked(as_place(target).names()):
         raise UsageError(
-            f"{target} is a zarr store, and a manifest is of checkpoint files",
+            f"{target} is {store.called}, and a manifest is of checkpoint files",
             code="no-manifest",
             hint="compare it with its source",
         )

@@ -13,10 +13,12 @@ from reshard.formats.checkpoint2.names import FILES, METADATA, TRACKER
 from reshard.kits.torch.names import with_trainer_files
 
 if TYPE_CHECKING:
+    from reshard.core.layout.arrangement import Arrangement
     from reshard.core.listing import Contents, Listing, OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Directory
     from reshard.core.options import Options
+    from reshard.core.storage.places import Place
     from reshard.core.target import Target
 
 
@@ -52,6 +54,12 @@ class Checkpoint2(Format):
         from reshard.formats.checkpoint2.reader import open_checkpoint2
 
         return open_checkpoint2(found.place, found.here.names, contents=contents)
+
+    def layouts(self, place: Place) -> Arrangement:
+        """See `Format`."""
+        from reshard.formats.checkpoint2.arrangements import layouts_at
+
+        return layouts_at(place)
 
     def complete(self, found: Found, tree: Directory) -> Findings:
         """See `Format`."""

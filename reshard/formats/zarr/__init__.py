@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.core.format import Format, Found
 from reshard.core.model.findings import Findings, by_opening
@@ -14,6 +14,8 @@ from reshard.formats.zarr.files import is_of_store, is_store, parse_metadata
 from reshard.formats.zarr.layout import METADATA, NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard.core.listing import Contents, Listing, OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.findings import Directory
@@ -74,6 +76,22 @@ class Zarr(Format):
     def remains(self, tree: Directory) -> str:
         """See `Format`."""
         return f"has arrays, and no {METADATA} of the store" if any(map(_is_array, tree.below.values())) else ""
+
+    def knows(self, value: object) -> bool:
+        """See `Format`. Nothing is imported to ask."""
+        return type(value).__module__.partition(".")[0] == "zarr"
+
+    def path_of(self, value: Any) -> str | None:
+        """See `Format`."""
+        from reshard.formats.zarr.objects import local_path
+
+        return local_path(value)
+
+    def arrays_of(self, value: Any) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+        """See `Format`."""
+        from reshard.formats.zarr.objects import arrays_of
+
+        return arrays_of(value)
 
     def complete(self, found: Found, tree: Directory) -> Findings:
         """See `Format`. In a store of another program, chunks may be absent."""

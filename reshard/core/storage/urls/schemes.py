@@ -41,7 +41,7 @@ def client_at(url: str) -> tuple[Client, str]:
         return FileSystemClient(url), named(url)
     except ImportError as error:
         hint = "pip install obstore, or 'reshard[remote]'" if scheme in OBSTORE else ""
-        hint = "pip install huggingface_hub, or 'reshard[hf]'" if scheme == HUB else hint
+        hint = "pip install 'reshard[hf]'" if scheme == HUB else hint
         raise ReshardError(
             f"the library for {scheme}:// is not installed, to open {url}",
             code="library-missing",
