@@ -184,7 +184,7 @@ def test_every_block_is_of_a_known_kind(page: str) -> None:
     """None is passed by because its fence is misspelled."""
     fences = FENCE.findall(text_of(page))
     assert len(fences) % 2 == 0
-    assert set(fences[::2]) <= {"console", "pycon", "python", "text", "sh", "yaml"}
+    assert set(fences[::2]) <= {"console", "pycon", "python", "text", "py", "sh", "toml", "yaml"}
     assert set(fences[1::2]) <= {""}
 
 

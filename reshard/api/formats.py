@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.format import targets
+from reshard.core.format import named, targets, written
 from reshard.core.options import option_fields, takers
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, Text, UsageError, joined
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from reshard.core.format import Format
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.options import OptionField, Options
     from reshard.core.storage.places import AnyName, Place
 
@@ -55,6 +56,12 @@ def refuse_foreign_name(target: Place) -> None:
             f"{target.name} is the name of a {target.suffix} file, which reshard does not write", code="unknown-format",
             hint="name a directory, or a file that ends with .safetensors or .ckpt",
         )  # fmt: skip
+
+
+def like(checkpoint: Checkpoint) -> Format:
+    """Return the format of a target like a checkpoint; files of ranks if its own is only read."""
+    own = named(checkpoint.word)
+    return own if own.options is not None else written("safetensors")
 
 
 def takes(format_: Format, option: str) -> bool:

@@ -21,6 +21,7 @@ from reshard.api.formats import (
     CUT,
     check_options,
     is_file_name,
+    like,
     named_format,
     only_taker,
     options_of,
@@ -237,12 +238,12 @@ def _of_source(checkpoint: Checkpoint, options: TargetOptions, verb: Verb) -> tu
     """Return the default format of a target, by the source, with the reason."""
     if only := only_taker(options.of_format):
         return only, ""
-    like = written(checkpoint.word)
+    own = like(checkpoint)
     if verb == "transform":
-        return (like if like.one_file else written("safetensors")), ""
-    if like.whole and options.given(CUT):
-        return written("safetensors"), f"as {like.whole} holds whole tensors only"
-    return like, "as the source"
+        return (own if own.one_file else written("safetensors")), ""
+    if own.whole and options.given(CUT):
+        return written("safetensors"), f"as {own.whole} holds whole tensors only"
+    return own, "as the source"
 
 
 # --- options that do not fit ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
 from reshard.api.choices import client_of, refuse_format, run_plan, selection_of
-from reshard.api.formats import CUT, check_options, given_options, keyword_of
+from reshard.api.formats import CUT, check_options, given_options, keyword_of, like
 from reshard.api.jobs import planned
 from reshard.arguments import checked
 from reshard.core.format import written
@@ -155,8 +155,10 @@ def plan(
 
 def _format(source: SourceRecord, format: str | None) -> Format:  # noqa: A002 -- as above
     """Return the format of a plan; by default files of ranks, in the encoding of the source's if all have the same."""
-    like = written(source.word if format is None else format)
-    return like if format is not None or like.one_file else written("safetensors")
+    if format is not None:
+        return written(format)
+    own = like(source)
+    return own if own.one_file else written("safetensors")
 
 
 class Plan:

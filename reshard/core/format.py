@@ -127,7 +127,7 @@ class Format:
     takes_layouts: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return named, (self.name,)
+        return _unpickled, (self.name, self.title)
 
     def __repr__(self) -> str:
         return f"<Format {self.name}>"
@@ -233,6 +233,16 @@ def options_refused(path: object) -> UsageError:
 
 
 # --- the list of formats ------------------------------------------------------------------------------------------
+
+
+def _unpickled(name: str, title: str) -> Format:
+    """Return a format with a name; on a worker of a cluster that does not have it, one that does nothing."""
+    for each in formats():
+        if each.name == name:
+            return each
+    other = Format()
+    other.name, other.title = name, title
+    return other
 
 
 @cache

@@ -7,6 +7,7 @@ page; and the record in plan files.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ Kind = Literal["size", "count", "text", "flag"]
 class Options:
     """The options of a target of one format."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _unpickled, (type(self).__module__, type(self).__name__, values)
+
     @property
     def is_one_file(self) -> bool:
         """Return whether the target is one file, in a directory that belongs to others."""
@@ -30,6 +35,15 @@ class Options:
     def of_stage(self, stage: int) -> Self:  # noqa: ARG002 -- subclasses use it
         """Return the options for a target that is one stage of a pipeline."""
         return self
+
+
+def _unpickled(module: str, name: str, values: dict[str, Any]) -> Options:
+    """Return options; on a worker of a cluster that does not have their class, none, since they are for planning."""
+    try:
+        kind: type[Options] = getattr(import_module(module), name)
+    except ImportError:
+        return Options()
+    return kind(**values)
 
 
 class OptionField(NamedTuple):

@@ -89,7 +89,7 @@ def test_sizes(text: str, nbytes: int) -> None:
         ("convert a b 2 GB", "2GB"),
         ("convert a b --cast fp32=bf16 --cast float32=fp16", "bfloat16 and float16"),
         ("convert a b --threads bf17", "bf17"),
-        ("convert a b --to tf", "'mindspore', 'dcp'"),
+        ("convert a b --to tf", "'mindspore', 'hf'"),
         ("convert a b --to safetensor", "did you mean safetensors?"),
         ("convert a b --to DPC", "did you mean dcp?"),
         ("inspect a --color alwys", "did you mean always?"),

@@ -75,8 +75,8 @@ def test_help_fits_one_screen(command: str, columns: int, monkeypatch: pytest.Mo
 
 def test_help_has_the_first_sentence_and_the_default() -> None:
     text = " ".join(call("convert", "--help").stdout.split())
-    assert "checkpoint2, deepspeed-universal, orbax, or zarr. [default: as TARGET is named, else as SOURCE]" in text
-    assert "those of mindspore part0.safetensors" in " ".join(call("convert", "--help-all").stdout.split())
+    assert "which options they take. [default: as TARGET is named, else as SOURCE]" in text
+    assert "checkpoint2: how many steps the training has done" in " ".join(call("convert", "--help-all").stdout.split())
 
 
 def test_versions_are_of_what_it_is_built_on() -> None:
@@ -89,7 +89,11 @@ def test_versions_are_of_what_it_is_built_on() -> None:
     needed = [*project["dependencies"], *extras["distributed"], *extras["crypto"], *extras["rich"]]
     names = {re.split(r"[>=<\[ ]", text)[0] for text in needed}
     assert names
-    assert {name for name in names if not re.search(rf"^{name} [0-9]", text, flags=re.MULTILINE)} <= {
+    assert {
+        name
+        for name in names
+        if not re.search(rf"^{re.sub('[-_.]', '[-_.]', name)} [0-9]", text, flags=re.MULTILINE | re.IGNORECASE)
+    } <= {
         "cryptography",
         *(["backports.zstd"] if sys.version_info >= (3, 14) else []),
     }

@@ -16,12 +16,12 @@ from stopped_runs import FULL, SOURCE, TARGET, call, command, small_tasks, sourc
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.model import digests
 from reshard.core.plan.plan import file_digests
 from reshard.core.run import session as resume
 from reshard.core.run.settings import RunOptions
 from reshard.core.storage.local import local_store
 from reshard.errors import ChangedError, ReshardError, SourceError, TargetError, bytes_text
-from reshard.kits import headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,16 +190,16 @@ def test_a_header_that_is_shared_is_digested_once(tmp_path: Path, monkeypatch: p
     """A header has up to ten thousand tensors; those of ranks alike are one object."""
     replicas = Strategy.of({name: Layout.of([8], [-1] * array.ndim) for name, array in FULL.items()})
     source = reshard.open(write_ranks(tmp_path / "src", FULL, replicas), strategy=replicas)
-    real, digested = headers._entries_digest, []
+    real, digested = digests._entries_digest, []
 
     def entries_digest(entries: Any) -> str:
         digested.append(entries)
         return real(entries)
 
-    monkeypatch.setattr(headers, "_entries_digest", entries_digest)
+    monkeypatch.setattr(digests, "_entries_digest", entries_digest)
     file_digests(reshard.plan(source, TARGET)._record)
     assert len(digested) == 1
-    assert len({*headers.index_digests([source._record.files[0].index._replace(crc=crc) for crc in (1, 2, 3)])}) == 3
+    assert len({*digests.index_digests([source._record.files[0].index._replace(crc=crc) for crc in (1, 2, 3)])}) == 3
     assert len(digested) == 2
 
 

@@ -79,7 +79,9 @@ class _OptionsRecord:
                 values[each.name] = value
             elif value != each.default:
                 raise UsageError(
-                    f"a plan with {each.name} cannot be saved", code="not-savable", hint=f"leave {each.name} out"
+                    f"a plan of {format_.name} with {each.name} cannot be saved",
+                    code="not-savable",
+                    hint=f"leave {each.name} out",
                 )
         return cls(format_.name, values)
 

@@ -61,7 +61,8 @@ class Universal(Format):
 
     name = "deepspeed-universal"
     title = "DeepSpeed Universal"
-    whole = called = "a Universal Checkpoint of DeepSpeed"
+    whole = "a Universal Checkpoint of DeepSpeed"
+    called = "a Universal Checkpoint"
     encoding = "deepspeed-universal"
     extends = ("deepspeed",)
     is_deep = True

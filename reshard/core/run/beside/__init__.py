@@ -173,7 +173,7 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
             return ()
         own_pattern, has_index = _own(plan), any(file.last for file in plan.files)
         hiding = [name for name in set_indexes(listing) if not has_index and name not in older]
-        hiding += [f"a checkpoint of {other.title}"] if (other := marked(listing)) else []
+        hiding += [other.called or other.title] if (other := marked(listing)) else []
         if not has_pointer:
             hiding += sorted(filter(is_iteration, listing))
         ranks = [path for path in _other_ranks(plan, target) if path not in older]
