@@ -12,7 +12,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.cli.main import cli
 from reshard.core.plan import budget
-from reshard.core.run import session as resume
+from reshard.core.run.state import session as resume
 
 if TYPE_CHECKING:
     from collections.abc import Callable

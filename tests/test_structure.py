@@ -38,7 +38,8 @@ MOST_MODULES = 13  # of a folder, with its `__init__`
 
 DASK_USERS = {
     "api.writing", "core.run.clusters.connect", "core.run.clusters.waking", "core.run.clusters.where",
-    "core.run.executor", "core.run.graph", "core.run.layers", "core.run.run", "view.arrays", "view.arrays.low",
+    "core.run.executor", "core.run.graph", "core.run.layers", "core.run.run",
+    "formats.zarr.objects", "view.arrays", "view.arrays.low",
 }  # fmt: skip
 
 
@@ -134,7 +135,7 @@ NAMING = {
 
 OF_FORMATS = {
     ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("cli.groups.strategy", "ranks"), ("cli.main", "ranks"),
-    ("cli.write", "zarr"), ("core.plan.make", "ranks"), ("core.plan.make", "sets"), ("core.run.beside", "ranks"),
+    ("cli.write", "zarr"), ("core.plan.make", "ranks"), ("core.plan.make", "sets"), ("core.run.state.beside", "ranks"),
     ("core.verify.manifest_files", "ranks"), ("core.verify.verify", "ranks"), ("formats.catalog", "ranks"),
     ("formats.catalog.files", "ranks"), ("formats.made", "ranks"), ("formats.open", "ranks"),
     ("formats.reopen", "ranks"), ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),

@@ -161,7 +161,7 @@ def carried_out(
     """Run the plan of a job, and warn of what the source did not; of other files, too, if the target is a directory."""
     plan = conversion.plan
     if conversion.result in {None, conversion.directory}:
-        from reshard.core.run.beside import with_neighbours  # it imports the modules that run a plan
+        from reshard.core.run.state.beside import with_neighbours  # it imports the modules that run a plan
 
         plan = with_neighbours(plan, target, starts_over=options.starts_over)
     warn(text for text in plan.warnings if text not in warned)

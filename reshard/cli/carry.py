@@ -66,7 +66,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         result: the target that the user named, if it is a file in the target directory.
     """
     from reshard.core.plan.partition import partitioned
-    from reshard.core.run.beside import with_neighbours
+    from reshard.core.run.state.beside import with_neighbours
     from reshard.view.text import report_text
 
     _check_manifest(running.write_manifest, plan, target, overwrite=running.overwrite)
@@ -182,8 +182,8 @@ def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then
 
 def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
     """Return messages on existing target files and the options that they require."""
-    from reshard.core.run.beside import older_files, refuse_other_ranks
-    from reshard.core.run.preflight import Do, files_with, preflight
+    from reshard.core.run.state.beside import older_files, refuse_other_ranks
+    from reshard.core.run.state.preflight import Do, files_with, preflight
     from reshard.view.text import count_text
 
     older = older_files(plan, str(target.real())) if running.starts_over else {}

@@ -142,7 +142,7 @@ def main() -> None:
     from reshard.cli.main import main as reshard
     from reshard.core.plan import budget
     from reshard.core.run import graph
-    from reshard.core.run import session as resume
+    from reshard.core.run.state import session as resume
 
     budget.TASK_BYTES, budget.BAND_BYTES, budget.LEAST_BAND_BYTES = 1024, 512, 256
     graph.FILES_A_TASK = 2

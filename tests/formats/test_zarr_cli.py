@@ -19,7 +19,7 @@ from zarr_stores import FULL, SOURCE, TARGET, invoke, source
 
 import reshard
 from reshard import ZarrGroup
-from reshard.core.run.session import Session
+from reshard.core.run.state.session import Session
 from reshard.errors import UsageError
 
 __all__ = ["source"]  # fixtures, for pytest to find

@@ -18,8 +18,8 @@ import reshard
 from reshard import Selection, ZarrGroup
 from reshard.core.plan import budget
 from reshard.core.plan.plan import file_digests
-from reshard.core.run.session import Session
 from reshard.core.run.settings import TaskOptions
+from reshard.core.run.state.session import Session
 from reshard.core.run.tasks import close_files, commit_files, create_files, move_task, withdraw_index
 from reshard.core.storage.base import stem_of_unfinished, unfinished_path
 from reshard.errors import BudgetError, SourceError, TargetError

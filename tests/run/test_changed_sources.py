@@ -18,8 +18,8 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.core.model import digests
 from reshard.core.plan.plan import file_digests
-from reshard.core.run import session as resume
 from reshard.core.run.settings import RunOptions
+from reshard.core.run.state import session as resume
 from reshard.core.storage.local import local_store
 from reshard.errors import ChangedError, ReshardError, SourceError, TargetError, bytes_text
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.core.records.logs import Record
-from reshard.core.run.preflight import Do, Fate, FileState, Planned, Policy, fate, fates, files_with
+from reshard.core.run.state.preflight import Do, Fate, FileState, Planned, Policy, fate, fates, files_with
 from reshard.core.storage.page_cache import boot_id
 
 NOW, OTHER = (10, 1), (10, 2)

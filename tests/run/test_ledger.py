@@ -12,8 +12,8 @@ from stopped_runs import small_tasks
 
 from reshard.core.records import logs as records
 from reshard.core.records.logs import DIRECTORY, Record, known
-from reshard.core.run.ledger import Ledger
-from reshard.core.run.sums import longest, sum_of
+from reshard.core.run.state.ledger import Ledger
+from reshard.core.run.state.sums import longest, sum_of
 from reshard.core.storage.crc import crc32c
 
 if TYPE_CHECKING:

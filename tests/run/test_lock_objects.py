@@ -17,8 +17,8 @@ from remotes import COLUMNS, FULL, ROWS, get
 
 import reshard
 from reshard.core.records.logs import DIRECTORY
-from reshard.core.run import locks
-from reshard.core.run.locks import LockObjects
+from reshard.core.run.state import locks
+from reshard.core.run.state.locks import LockObjects
 from reshard.errors import TargetError
 
 if TYPE_CHECKING:
@@ -100,9 +100,12 @@ def test_a_lock_is_refreshed_while_the_run_goes_on(root: str, monkeypatch: pytes
 
 
 def test_the_lock_of_a_process_that_has_ended_here_counts_for_nothing(bucket: str) -> None:
-    script = (
-        f"import os\nfrom reshard.core.run.locks import LockObjects\nLockObjects({bucket!r}).take(['a'])\nos._exit(9)"
-    )
+    script = f"""
+import os
+from reshard.core.run.state.locks import LockObjects
+LockObjects({bucket!r}).take(['a'])
+os._exit(9)
+"""
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 9
     assert len(objects(bucket)) == 1
     held = LockObjects(bucket)

@@ -14,8 +14,8 @@ from refusals import refused
 from stopped_runs import FULL, TARGET, small_tasks, source
 
 import reshard
-from reshard.core.run import locks
-from reshard.core.run.locks import LockFile
+from reshard.core.run.state import locks
+from reshard.core.run.state.locks import LockFile
 from reshard.errors import TargetError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
 _HOLD = """
 import sys
-from reshard.core.run import locks
-from reshard.core.run.locks import LockFile
+from reshard.core.run.state import locks
+from reshard.core.run.state.locks import LockFile
 locks = LockFile(sys.argv[1])
 locks.take(sys.argv[2:])
 print("locked", flush=True)

@@ -20,7 +20,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan.plan import file_digests
 from reshard.core.records.logs import DIRECTORY
-from reshard.core.run import session
+from reshard.core.run.state import session
 from reshard.errors import ChangedError, TargetError, bytes_text
 from reshard.view.text import report_text
 
@@ -113,7 +113,7 @@ def test_a_run_that_fails_at_any_write_is_gone_on_with(
 _KILLED = """
 import os, signal, sys
 from reshard.core.plan.uploads import sending
-from reshard.core.run import session
+from reshard.core.run.state import session
 from faulty import Faults, MonkeyPatch, install
 sending.STREAMS_AT_ONCE, session.FLUSH_SECONDS = 1, 0
 faults = Faults()

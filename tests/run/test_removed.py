@@ -17,8 +17,8 @@ from remotes import get
 
 import reshard
 from reshard import Layout, Selection, Strategy
-from reshard.core.run.ledger import Ledger
-from reshard.core.run.session import Session
+from reshard.core.run.state.ledger import Ledger
+from reshard.core.run.state.session import Session
 from reshard.errors import TargetError
 
 if TYPE_CHECKING:

@@ -45,9 +45,9 @@ from reshard.core.plan.bands import Recipe
 from reshard.core.plan.partition import bytes_left, remaining
 from reshard.core.plan.plan import file_digests
 from reshard.core.records import logs as records
-from reshard.core.run.preflight import Do, files_with, preflight
 from reshard.core.run.settings import RunOptions
-from reshard.core.run.sums import spans_of
+from reshard.core.run.state.preflight import Do, files_with, preflight
+from reshard.core.run.state.sums import spans_of
 from reshard.core.storage.base import PARTIAL, unfinished_path
 from reshard.core.storage.crc import crc32c
 from reshard.errors import TargetError, bytes_text
@@ -324,7 +324,7 @@ def test_no_checksum_is_made_up(source: reshard.Checkpoint, tmp_path: Path) -> N
 
 _SIGNALLED = """
 import os, sys
-from reshard.core.plan import budget; from reshard.core.run import session as resume
+from reshard.core.plan import budget; from reshard.core.run.state import session as resume
 from faulty import Faults, MonkeyPatch, install
 budget.TASK_BYTES, budget.BAND_BYTES, resume.FLUSH_SECONDS = 512, 256, 0
 faults = Faults()

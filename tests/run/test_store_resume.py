@@ -16,8 +16,8 @@ from stopped_runs import StoppedError, small_tasks, source, stop_after, stopped
 import reshard
 from reshard import ZarrGroup
 from reshard.core.records.logs import DIRECTORY
-from reshard.core.run.locks import LockObjects
-from reshard.core.run.session import Session
+from reshard.core.run.state.locks import LockObjects
+from reshard.core.run.state.session import Session
 from reshard.errors import TargetError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def test_a_store_at_a_url_is_resumed(
         if killed:
             patch.setattr(Session, "failed", lambda *_: None)
             patch.setattr(LockObjects, "release", lambda locks: locks._ended.set())  # the object stays
-            patch.setattr("reshard.core.run.locks._has_ended", lambda _: True)
+            patch.setattr("reshard.core.run.state.locks._has_ended", lambda _: True)
         with pytest.raises(StoppedError) as caught:
             plan.run(f"{root}/out", progress=stop_after(tasks), scheduler="synchronous")
     assert killed or "written and kept; the same command resumes" in caught.value.__notes__[0]
@@ -115,7 +115,7 @@ def test_a_store_at_a_url_is_resumed(
     kept = get(f"{root}/out")
     assert 0 < len(kept) < len(plan._record.files)
     faults.clear()
-    monkeypatch.setattr("reshard.core.run.locks._has_ended", lambda _: True)
+    monkeypatch.setattr("reshard.core.run.state.locks._has_ended", lambda _: True)
     report = plan.run(f"{root}/out")
     sent = [call.path.removeprefix(f"{root}/out/") for call in faults.of("create")]
     assert sorted(sent) == sorted({file.path for file in plan._record.files} - kept.keys())

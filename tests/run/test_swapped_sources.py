@@ -16,7 +16,7 @@ from remotes import at_urls, get, put
 from safetensors.numpy import load_file, save_file
 from stopped_runs import call
 
-from reshard.core.run import unchanged
+from reshard.core.run.state import unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ import reshard
 from reshard import SourceError
 from reshard.cli.commands import TYPED, Command
 from reshard.core.records.logs import Record, known, unfinished
-from reshard.core.run.ledger import Ledger
+from reshard.core.run.state.ledger import Ledger
 from reshard.formats.catalog import stored_checkpoints
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan.partition import partitioned
 from reshard.core.plan.uploads.sending import requests_of
-from reshard.core.run.ledger import Ledger
+from reshard.core.run.state.ledger import Ledger
 from reshard.core.storage.urls.failures import StoreError
 from reshard.core.storage.urls.s3 import upload_parts
 from reshard.core.storage.urls.s3.client import S3Client

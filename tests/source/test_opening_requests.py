@@ -12,9 +12,9 @@ from remotes import put
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan.partition import partitioned
-from reshard.core.run.beside import with_neighbours
-from reshard.core.run.preflight import preflight
 from reshard.core.run.settings import RunOptions
+from reshard.core.run.state.beside import with_neighbours
+from reshard.core.run.state.preflight import preflight
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.filesystems import FileSystemClient
 from reshard.kits import headers

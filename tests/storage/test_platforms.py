@@ -13,7 +13,8 @@ import numpy as np
 from checkpoints import write_file
 from safetensors.numpy import load_file
 
-from reshard.core.run import locks, settings
+from reshard.core.run import settings
+from reshard.core.run.state import locks
 from reshard.core.storage.local import LocalStore
 from reshard.core.storage.page_cache import sync_file
 
@@ -45,7 +46,7 @@ def without(function):
 
 builtins.open, os.stat, os.open = without(open), without(os.stat), without(os.open)
 
-from reshard.core.run import locks
+from reshard.core.run.state import locks
 locks.sys = type("sys", (), {"platform": "darwin"})
 
 from reshard.__main__ import main

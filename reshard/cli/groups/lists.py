@@ -91,7 +91,7 @@ def runs(source: Place, newest: bool, as_json: bool) -> None:
 Examples:
 
   reshard formats
-  reshard formats zarr
+  reshard formats hf
 """,
     details="""
 A format is found by the names in a directory: the formats are asked in the

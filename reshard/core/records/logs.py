@@ -22,9 +22,9 @@ A log consists of JSON lines; at URLs, to which nothing can be appended, of seve
 
 All logs are read. They are numbered, and the newest record of a file counts. Records are always checked: a range is
 valid if its bytes still have the sum, a finished file if it has the recorded size and time and, if `sources` differ,
-contents as the sources now (`core.run.unchanged`). Readers, which do not write, also accept a copy: a file with the
-recorded size, header and samples (`made.Made.change`). So after any kind of crash, the log may be behind the disk, or
-the disk behind the log. Invalid lines are skipped.
+contents as the sources now (`core.run.state.unchanged`). Readers, which do not write, also accept a copy: a file with
+the recorded size, header and samples (`made.Made.change`). So after any kind of crash, the log may be behind the disk,
+or the disk behind the log. Invalid lines are skipped.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Record:
         made: the digest of the provenance of the run's files; empty if unknown.
         header: the digest of the header of the file; empty if unknown.
         link: the file of the same target that it is a link to; else empty.
-        upload: at S3, the identifier of the upload that makes it and of its parts (`core.run.uploads`); else empty.
+        upload: at S3, the identifier of the upload that makes it and of its parts; else empty.
         command: the words of the command that wrote it, without passwords; empty if it was another program.
         directory: the directory in which the command ran.
     """

@@ -35,9 +35,10 @@ from reshard.core.plan.plan import Task as PlanTask
 from reshard.core.records.logs import DIRECTORY
 from reshard.core.run.clusters.carried import carries_arrays
 from reshard.core.run.layers import PlanNode, kinds_of, staged
-from reshard.core.run.locks import locks_at
-from reshard.core.run.preflight import Policy, check_target, fates, planned_files, refuse, seen_files
 from reshard.core.run.settings import Report, TaskOptions, peak_memory, process_name, report_of, uncounted_memory
+from reshard.core.run.state.locks import locks_at
+from reshard.core.run.state.preflight import Policy, check_target, fates, planned_files, refuse, seen_files
+from reshard.core.run.state.unchanged import check_sources
 from reshard.core.run.tasks import (
     close_files,
     commit_files,
@@ -47,7 +48,6 @@ from reshard.core.run.tasks import (
     move_task,
     withdraw_index,
 )
-from reshard.core.run.unchanged import check_sources
 from reshard.core.storage.places import as_place, can
 from reshard.errors import names
 from reshard.sizes import counted

@@ -1,7 +1,7 @@
 """Run a plan on threads of this machine, or on a dask cluster.
 
 A target file gets its final name once all files of the run are complete; at URLs, once it is complete itself. A failed
-run leaves only files from which the next run can resume (`core.run.session`).
+run leaves only files from which the next run can resume (`core.run.state.session`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 from reshard import environment
 from reshard.core.plan.partition import partitioned
 from reshard.core.records.logs import DIRECTORY
-from reshard.core.run.beside import older_files, refuse_other_ranks
 from reshard.core.run.clusters.where import located
 from reshard.core.run.clusters.workers import check_workers
 from reshard.core.run.executor import execute
 from reshard.core.run.graph import Graph
 from reshard.core.run.prefetch import Prefetch
-from reshard.core.run.preflight import check_target
-from reshard.core.run.session import Session
 from reshard.core.run.settings import Progress, Receipt, Report, TaskOptions, peak_memory, report_of, uncounted_memory
-from reshard.core.run.sums import Checksums
+from reshard.core.run.state.beside import older_files, refuse_other_ranks
+from reshard.core.run.state.preflight import check_target
+from reshard.core.run.state.session import Session
+from reshard.core.run.state.sums import Checksums
+from reshard.core.run.state.unchanged import changed_sources, check_sources
 from reshard.core.run.tasks import drop_sources
-from reshard.core.run.unchanged import changed_sources, check_sources
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.local import local_store
 from reshard.core.storage.places import any_store, as_place, can

@@ -21,9 +21,9 @@ from reshard.core.plan.uploads.sending import reserve
 from reshard.core.run.clusters.waking import wake_after_losses
 from reshard.core.run.engine import Moved, move_pieces
 from reshard.core.run.settings import Receipt, TaskOptions, timed
-from reshard.core.run.sums import in_files, longest, sum_of
-from reshard.core.run.unchanged import check_sources
-from reshard.core.run.uploads import uploads_of
+from reshard.core.run.state.sums import in_files, longest, sum_of
+from reshard.core.run.state.unchanged import check_sources
+from reshard.core.run.state.uploads import uploads_of
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.crc import CRC32, crc32, crc_of_range
 from reshard.core.storage.local import local_store

@@ -266,7 +266,7 @@ def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool 
         SourceError: a block without a checksum cannot be read.
         TargetError: the manifest exists, cannot be written, or is a target file or a source file.
     """
-    from reshard.core.run.sums import Checksums  # lazy import: verification needs no modules of a run
+    from reshard.core.run.state.sums import Checksums  # lazy import: verification needs no modules of a run
 
     sums = report.checksums
     if not isinstance(sums, Checksums):

@@ -1,8 +1,8 @@
 """Manage the target files of a run: reuse earlier files, record progress, clean up.
 
-`core.run.preflight` decides what to do with each file, from the plan, the ledger and the files found; this does it.
+`preflight` decides what to do with each file, from the plan, the ledger and the files found; this does it.
 Whether unfinished files are kept, and when files get their names, depends on the storage: at URLs a file has its name
-as soon as it is complete, and only S3 keeps what there is of an unfinished one (`core.run.uploads`).
+as soon as it is complete, and only S3 keeps what there is of an unfinished one (`core.run.state.uploads`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from reshard.core.plan.partition import bytes_left, remaining
 from reshard.core.plan.plan import changes_digest, file_digests
 from reshard.core.records.logs import Record
 from reshard.core.records.made import provenance_file
-from reshard.core.run.beside import remove_older
-from reshard.core.run.ledger import Ledger, refuse_foreign
-from reshard.core.run.preflight import (
+from reshard.core.run.settings import ledger_bytes
+from reshard.core.run.state.beside import remove_older
+from reshard.core.run.state.ledger import Ledger, refuse_foreign
+from reshard.core.run.state.preflight import (
     Do,
     Policy,
     fates_of,
@@ -35,10 +36,9 @@ from reshard.core.run.preflight import (
     seen_files,
     states_of,
 )
-from reshard.core.run.settings import ledger_bytes
-from reshard.core.run.sums import in_files, is_complete, spans_of
+from reshard.core.run.state.sums import in_files, is_complete, spans_of
+from reshard.core.run.state.uploads import begin_uploads, sent_bytes
 from reshard.core.run.tasks import unfinished, withdraw
-from reshard.core.run.uploads import begin_uploads, sent_bytes
 from reshard.core.storage.crc import crc_of_range
 from reshard.core.storage.local import allocated, free_bytes, local_store
 from reshard.core.storage.page_cache import boot_id
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from reshard.core.model.entries import FileLayout
     from reshard.core.plan.plan import Plan
     from reshard.core.records.logs import Range, State
-    from reshard.core.run.beside import Older
     from reshard.core.run.settings import Receipt, RunOptions
+    from reshard.core.run.state.beside import Older
     from reshard.core.storage.base import Status
 
 FLUSH_SECONDS = 1.0

@@ -30,7 +30,7 @@ from reshard.core.records.logs import (
     listed,
     parts_of,
 )
-from reshard.core.run.locks import locks_at, opened
+from reshard.core.run.state.locks import locks_at, opened
 from reshard.core.storage.local import write_error
 from reshard.core.storage.page_cache import sync_file
 from reshard.core.storage.places import as_place, can, store_at

@@ -25,10 +25,10 @@ from reshard.core.plan.inputs import ledger_provenance
 from reshard.core.records.logs import known
 from reshard.core.records.made import provenance_file
 from reshard.core.records.schema import is_inner_path
-from reshard.core.run.ledger import known_of_target
-from reshard.core.run.locks import refuse_link
-from reshard.core.run.preflight import states_of
-from reshard.core.run.uploads import end_upload
+from reshard.core.run.state.ledger import known_of_target
+from reshard.core.run.state.locks import refuse_link
+from reshard.core.run.state.preflight import states_of
+from reshard.core.run.state.uploads import end_upload
 from reshard.core.runs import is_iteration
 from reshard.core.storage.base import unfinished_path
 from reshard.core.storage.places import as_place, can, store_at

@@ -4,7 +4,7 @@
 runs decide alike. A file is *ours* if its size and time are as an earlier run recorded them. Any other file is
 foreign, and is replaced only with `overwrite`.
 
-`core.run.beside` handles other files in the directory.
+`core.run.state.beside` handles other files in the directory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from reshard.core.format import targets
 from reshard.core.model.entries import SomeFiles
 from reshard.core.plan.plan import changes_digest, file_digests
 from reshard.core.records.logs import DIRECTORY, Record
-from reshard.core.run.ledger import known_of_target, records_beside, refuse_foreign
-from reshard.core.run.locks import refuse_link
-from reshard.core.run.unchanged import are_of_others, is_as_planned
+from reshard.core.run.state.ledger import known_of_target, records_beside, refuse_foreign
+from reshard.core.run.state.locks import refuse_link
+from reshard.core.run.state.unchanged import are_of_others, is_as_planned
 from reshard.core.runs import is_iteration
 from reshard.core.storage.base import stem_of_unfinished, unfinished_stem
 from reshard.core.storage.local import local_store

@@ -1,0 +1,1 @@
+"""The state of a run: what to do with each file of the target, the log, and locks."""
