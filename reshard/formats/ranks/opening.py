@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial as applied
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.core.listing import RANK_PATTERN
 from reshard.core.model.assemble import assemble
@@ -65,76 +65,113 @@ def open_ranks(
     Raises:
         SourceError: they are not valid, or it is not known how tensors are cut.
     """
-    listing = () if isinstance(path, Mapping) else path.names() if names is None else names
+    listing: Sequence[str] = ()
     if not isinstance(path, Mapping):
+        listing = path.names() if names is None else names
         refuse_unused(path, listing, options)
-    layouts = options.layouts
     files, ranks, warnings, step, cipher = read_files(path, options, listing)
-    is_described = bool(options.strategy or layouts or set_indexes(listing))
+    root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else path)
+    is_described = bool(options.strategy or options.layouts or set_indexes(listing))
     ledger = None if isinstance(path, Mapping) else _ledger(path, listing, warnings if is_described else None)
     numbered = "" if is_described or options.rank_pattern != RANK_PATTERN else _one_rank(files, cipher, warnings)
-    change = ledger.change(files, partial=options.partial) if ledger else ""
-    ledger_strategy = ledger.strategy if ledger and not change else None  # the layout in the ledger
-    root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else path)
-    unnamed = options.suffix is None and options.rank_pattern == RANK_PATTERN
-    strategy, stage, partial = options.strategy, options.stage, options.partial
-    if strategy is not None and not isinstance(strategy, Strategy):
-        strategy = read_strategy(strategy)
-    by_ledger = strategy is None and stage is None and unnamed and ledger_strategy is not None
-    if by_ledger and ledger and ledger_strategy:
-        strategy, stage = ledger_strategy, ledger.provenance.target.stage
-        partial = partial or len(set(ranks)) < len(
-            (ledger_strategy if stage is None else ledger_strategy.of_stage(stage)).ranks
-        )
-    change = change if unnamed and strategy is None else ""
-    warnings += [changed_text(root, change)] if change else []
+    known = _known_layout(options, ledger, files, ranks)
+    warnings += [changed_text(root, known.change)] if known.change else []
     lone_reason = ""
-    if not (layouts or by_ledger) and len(set(ranks)) == 1:
-        lone_reason = lone_rank(path, strategy, files, ranks[0], warnings) or left_of_several(root, ledger, change)
-    strategy, ruled, confirmed = with_rules(strategy, layouts or {}, files, ranks)
-    full_strategy = strategy
-    strategy, part = one_stage(root, strategy, stage, files, ranks, warnings)
+    if not (options.layouts or known.by_ledger) and len(set(ranks)) == 1:
+        lone_reason = lone_rank(path, known.strategy, files, ranks[0], warnings)
+        lone_reason = lone_reason or left_of_several(root, ledger, known.change)
+    whole, ruled, confirmed = with_rules(known.strategy, options.layouts, files, ranks)
+    strategy, part = one_stage(root, whole, known.stage, files, ranks, warnings)
     if strategy is None and len(set(ranks)) > 1:
-        from reshard.formats.ranks.beside import unknown_layout  # on this error only
-
         again = replace(options, layouts={}, stage=None, cipher=cipher)
-        raise unknown_layout(
-            root, ranks, change, lambda candidate: open_ranks(path, replace(again, strategy=candidate), names=names)
-        )
-    other_stage_names: set[str] = set()
-    if strategy is not None and part is not None:
-        inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
-        if not inside:
-            raise SourceError(
-                f"{root} has no file of stage {part}",
-                code="missing-ranks",
-                facts=[f"the stage has {ranks_text(strategy.ranks)}; the files are of {ranks_text(ranks)}"],
-                hint=COPY_AGAIN,
-            )
-        other_stage_names.update(
-            full_strategy.tensors if full_strategy else (), *(file.index.entries for file in files)
-        )
-        files, ranks = tuple(files[n] for n in inside), tuple(ranks[n] for n in inside)
-        other_stage_names.difference_update(strategy.tensors, *(file.index.entries for file in files))
+        raise _unknown(path, root, ranks, known.change, again)
+    elsewhere: frozenset[str] = frozenset()
+    if whole is not None and strategy is not None and part is not None:
+        files, ranks, elsewhere = _of_stage(root, whole, strategy, part, files, ranks)
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root} has no tensor", code="no-tensors")
-    with _explained(path, knows=ledger_strategy is not None and not (by_ledger or layouts)):
-        tensors = assemble(root, files, ranks, strategy, partial=partial)
-    if ledger_strategy and strategy is not None and part is None and (layouts or not by_ledger):
-        refuse_other_strategy(root, strategy, ledger_strategy, tensors, ruled)
+    is_other = known.recorded is not None and (bool(options.layouts) or not known.by_ledger)
+    with _explained(path, knows=is_other and not options.layouts):
+        tensors = assemble(root, files, ranks, strategy, partial=known.partial)
+    if known.recorded is not None and is_other and strategy is not None and part is None:
+        refuse_other_strategy(root, strategy, known.recorded, tensors, ruled)
     opening = Opening(
-        part,
-        frozenset(other_stage_names),
-        partial,
-        by_file=isinstance(path, Mapping),
-        lone_rank=lone_reason,
-        numbered=numbered,
+        part, elsewhere, known.partial, by_file=isinstance(path, Mapping), lone_rank=lone_reason, numbered=numbered,
         step=step,
-    )
+    )  # fmt: skip
     checkpoint = Checkpoint(
         root, tensors, files, ranks, strategy, tuple(warnings), unreadable_in(files), cipher, opening=opening
     )
     return compare_contents(checkpoint, ruled, confirmed, contents=contents)
+
+
+def _unknown(
+    path: Place | Mapping[int, AnyName], root: str, ranks: Sequence[int], change: str, options: OpenOptions
+) -> SourceError:
+    """Return the error for several ranks with an unknown layout; it names the strategies beside them that fit."""
+    from reshard.formats.ranks.beside import unknown_layout  # on this error only
+
+    return unknown_layout(root, ranks, change, lambda fits: open_ranks(path, replace(options, strategy=fits)))
+
+
+class _KnownLayout(NamedTuple):
+    """What is known of a layout before rules.
+
+    Attributes:
+        strategy: the strategy that is given, or that of the ledger.
+        stage: the pipeline stage that the source is.
+        partial: whether ranks may be missing.
+        recorded: the strategy in the ledger, if the files are those that it lists.
+        by_ledger: whether the strategy is that of the ledger.
+        change: why the ledger does not say the layout, though it is there and asked for; else empty.
+    """
+
+    strategy: Strategy | None
+    stage: int | Literal["own"] | None
+    partial: bool
+    recorded: Strategy | None = None
+    by_ledger: bool = False
+    change: str = ""
+
+
+def _known_layout(
+    options: OpenOptions, ledger: Made | None, files: Sequence[SourceFile], ranks: Sequence[int]
+) -> _KnownLayout:
+    """Return what is known of the layout of files, by the options or by their ledger."""
+    strategy = options.strategy
+    if strategy is not None and not isinstance(strategy, Strategy):
+        strategy = read_strategy(strategy)
+    change = ledger.change(files, partial=options.partial) if ledger else ""
+    recorded = ledger.strategy if ledger and not change else None
+    unnamed = options.suffix is None and options.rank_pattern == RANK_PATTERN
+    if ledger and recorded and unnamed and strategy is None and options.stage is None:
+        stage = ledger.provenance.target.stage
+        expected = (recorded if stage is None else recorded.of_stage(stage)).ranks
+        return _KnownLayout(recorded, stage, options.partial or len({*ranks}) < len(expected), recorded, by_ledger=True)
+    change = change if unnamed and strategy is None else ""
+    return _KnownLayout(strategy, options.stage, options.partial, recorded, change=change)
+
+
+def _of_stage(
+    root: str, whole: Strategy, strategy: Strategy, part: int, files: Sequence[SourceFile], ranks: Sequence[int]
+) -> tuple[tuple[SourceFile, ...], tuple[int, ...], frozenset[str]]:
+    """Return the files and ranks of a stage, and the names of tensors that only other stages have.
+
+    Raises:
+        SourceError: there is no file of the stage.
+    """
+    inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
+    if not inside:
+        raise SourceError(
+            f"{root} has no file of stage {part}",
+            code="missing-ranks",
+            facts=[f"the stage has {ranks_text(strategy.ranks)}; the files are of {ranks_text(ranks)}"],
+            hint=COPY_AGAIN,
+        )
+    every = {*whole.tensors}.union(*(file.index.entries for file in files))
+    own = tuple(files[number] for number in inside)
+    elsewhere = every.difference(strategy.tensors, *(file.index.entries for file in own))
+    return own, tuple(ranks[number] for number in inside), frozenset(elsewhere)
 
 
 def refuse_unused(path: Place, listing: Sequence[str], options: OpenOptions) -> None:
