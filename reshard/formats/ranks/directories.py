@@ -96,52 +96,67 @@ def rank_files(
         )
     files_by_rank = every_file(root, rank_pattern)
     by_rank = bool(files_by_rank)
-    if not files_by_rank:
-        inside = sorted((path for path in root.iterdir() if path.is_file()), key=str)
-        flat = [path for path in inside if is_checkpoint_name(path)]
-        _refuse_saves(root, flat or [path for path in inside if path.suffix in SAVE_EXTENSIONS])
-        files_by_rank = {0: flat} if flat else {}
+    files_by_rank = files_by_rank or _flat_files(root)
     below: list[str] = []
     if not files_by_rank and rank_pattern == RANK_PATTERN and not root.can.has_latency:  # at a URL, each is a request
         below = checkpoints_below(root)
     _refuse_directory_formats(root, files_by_rank, by_rank=by_rank, has_below=bool(below))
     if not files_by_rank:
-        if unfinished := leftovers(root):
-            raise SourceError(
-                f"{root} is unfinished, and has no file that is done", code="unfinished", facts=unfinished,
-                hint="the command that wrote it resumes it",
-            )  # fmt: skip
-        if rank_pattern == RANK_PATTERN and not root.can.has_latency and not any(root.iterdir()):
-            raise SourceError(f"{root} is empty", code="empty-directory", facts=["expected a checkpoint"])
-        if below:
-            raise SourceError(
-                f"{root} has no checkpoint itself", code="no-checkpoint", facts=[f"checkpoints below: {names(below)}"],
-                hint=f"open {quote(str(root / below[-1]))}; `reshard runs {quote(str(root))}` tells which are complete",
-            )  # fmt: skip
-        usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
-        examples = usual if rank_pattern == RANK_PATTERN else [rank_pattern.replace("{rank}", "0")]
-        raise SourceError(
-            f"{root} has no checkpoint",
-            code="no-checkpoint",
-            facts=[f"expected files at {' or '.join(map(repr, examples))} and so on"],
-            hint=Text("give ", Option("rank_pattern"), " for other names"),
-        )
+        raise _nothing_found(root, rank_pattern, below)
     if suffix is not None:
-        files_by_rank = {
-            rank: [p for p in paths if p.name.endswith(suffix) or _stem(p).endswith(suffix)]
-            for rank, paths in files_by_rank.items()
-        }
-        without = [rank for rank, paths in files_by_rank.items() if not paths]
-        if without:
-            raise SourceError(
-                f"{root} has no file of {ranks_text(without)} that ends with {suffix!r}",
-                code="no-match",
-                hint=Text("give another ", Option("suffix")),
-            )
+        files_by_rank = _of_suffix(root, files_by_rank, suffix)
     chosen, older = _same_checkpoint(root, files_by_rank, warnings)
     if not by_rank and len(chosen[0]) == 1:
         refuse_one_of_several(chosen[0][0])
     return chosen, Step.of((path for paths in chosen.values() for path in paths), older)
+
+
+def _flat_files(root: Place) -> dict[int, list[Place]]:
+    """Return the files of a directory itself as those of rank 0; {} if there are none."""
+    inside = sorted((path for path in root.iterdir() if path.is_file()), key=str)
+    flat = [path for path in inside if is_checkpoint_name(path)]
+    _refuse_saves(root, flat or [path for path in inside if path.suffix in SAVE_EXTENSIONS])
+    return {0: flat} if flat else {}
+
+
+def _nothing_found(root: Place, rank_pattern: str, below: Sequence[str]) -> SourceError:
+    """Return the error for a directory without a checkpoint; `below` are the paths of those below it."""
+    if unfinished := leftovers(root):
+        return SourceError(
+            f"{root} is unfinished, and has no file that is done", code="unfinished", facts=unfinished,
+            hint="the command that wrote it resumes it",
+        )  # fmt: skip
+    is_usual = rank_pattern == RANK_PATTERN
+    if is_usual and not root.can.has_latency and not any(root.iterdir()):
+        return SourceError(f"{root} is empty", code="empty-directory", facts=["expected a checkpoint"])
+    if below:
+        return SourceError(
+            f"{root} has no checkpoint itself", code="no-checkpoint", facts=[f"checkpoints below: {names(below)}"],
+            hint=f"open {quote(str(root / below[-1]))}; `reshard runs {quote(str(root))}` tells which are complete",
+        )  # fmt: skip
+    usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
+    examples = usual if is_usual else [rank_pattern.replace("{rank}", "0")]
+    return SourceError(
+        f"{root} has no checkpoint",
+        code="no-checkpoint",
+        facts=[f"expected files at {' or '.join(map(repr, examples))} and so on"],
+        hint=Text("give ", Option("rank_pattern"), " for other names"),
+    )
+
+
+def _of_suffix(root: Place, files_by_rank: Mapping[int, Sequence[Place]], suffix: str) -> dict[int, list[Place]]:
+    """Return the files of each rank whose names end with a suffix; refuse ranks without one."""
+    chosen = {
+        rank: [path for path in paths if path.name.endswith(suffix) or _stem(path).endswith(suffix)]
+        for rank, paths in files_by_rank.items()
+    }
+    if without := [rank for rank, paths in chosen.items() if not paths]:
+        raise SourceError(
+            f"{root} has no file of {ranks_text(without)} that ends with {suffix!r}",
+            code="no-match",
+            hint=Text("give another ", Option("suffix")),
+        )
+    return chosen
 
 
 def _refuse_saves(root: Place, files: Sequence[Place]) -> None:
@@ -315,32 +330,11 @@ def _same_checkpoint(
         files = tuple(path for rank in by_rank for path in families[family][rank])
         by_files.setdefault(files, set()).add(family)
     if not by_files:
-        facts = [f"rank {rank}: {names([p.name for p in paths], most=3)}" for rank, paths in by_rank.items()]
-        formats = {tuple(sorted({path.suffix for path in paths})) for paths in by_rank.values()}
-        advice = (
-            "`reshard convert` those of one format to the other"
-            if formats == {(extension,) for extension in EXTENSIONS}
-            else Text("choose the files with ", Option("suffix"))
-        )
-        rest = [f"and {len(facts) - 4} more ranks"] if len(facts) > 4 else []
-        raise SourceError(
-            f"the ranks of {root} have no checkpoint in common",
-            code="no-common-checkpoint",
-            facts=[*facts[:4], *rest],
-            hint=advice,
-        )
+        raise _nothing_in_common(root, by_rank)
     shared_names = set.intersection(*({(name, ext) for name, _, ext in group} for group in by_files.values()))
     steps = {next(iter(group))[1]: files for files, group in by_files.items()}
     if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):
-        file_names = sorted({path.name for files in by_files for path in files})
-        extensions = sorted({files[0].suffix for files in by_files})
-        by_extension = extensions[-1] if len(extensions) == len(by_files) else None
-        raise SourceError(
-            f"the ranks of {root} have several checkpoints",
-            code="several-checkpoints",
-            facts=[names(file_names)],
-            hint=Text("choose one with ", Option("suffix", by_extension)),
-        )
+        raise _several(root, list(by_files))
     newest = max(steps, key=lambda step: step or (0, 0))
     later = {step for _, step, _ in families if step and newest and step > newest}
     if later and newest:
@@ -350,6 +344,31 @@ def _same_checkpoint(
     family = next(iter(by_files[steps[newest]]))
     older = sorted((step for step in steps if step and step != newest), reverse=True)
     return families[family], tuple(f"{epoch}_{number}" for epoch, number in older)
+
+
+def _nothing_in_common(root: Place, by_rank: Mapping[int, Sequence[Place]]) -> SourceError:
+    """Return the error for ranks that have no checkpoint in common."""
+    facts = [f"rank {rank}: {names([path.name for path in paths], most=3)}" for rank, paths in by_rank.items()]
+    encodings = {tuple(sorted({path.suffix for path in paths})) for paths in by_rank.values()}
+    advice = (
+        "`reshard convert` those of one format to the other"
+        if encodings == {(extension,) for extension in EXTENSIONS}
+        else Text("choose the files with ", Option("suffix"))
+    )
+    rest = [f"and {len(facts) - 4} more ranks"] if len(facts) > 4 else []
+    message = f"the ranks of {root} have no checkpoint in common"
+    return SourceError(message, code="no-common-checkpoint", facts=[*facts[:4], *rest], hint=advice)
+
+
+def _several(root: Place, by_files: Sequence[Sequence[Place]]) -> SourceError:
+    """Return the error for ranks that have several checkpoints in common, of which none is the newest."""
+    file_names = sorted({path.name for files in by_files for path in files})
+    extensions = sorted({files[0].suffix for files in by_files})
+    by_extension = extensions[-1] if len(extensions) == len(by_files) else None
+    return SourceError(
+        f"the ranks of {root} have several checkpoints", code="several-checkpoints", facts=[names(file_names)],
+        hint=Text("choose one with ", Option("suffix", by_extension)),
+    )  # fmt: skip
 
 
 def steps_of(by_rank: Mapping[int, Sequence[Place]]) -> Iterator[tuple[_Family, dict[int, list[Place]]]]:
