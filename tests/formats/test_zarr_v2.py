@@ -156,6 +156,35 @@ def test_a_damaged_chunk_and_a_short_one(tmp_path: Path) -> None:
         reshard.open(tmp_path / "z")
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "compressors" in KINDS[kind] and "columns" not in kind])
+@pytest.mark.parametrize("dtype", ["f4", "u1"])
+def test_a_chunk_that_is_cut_anywhere(tmp_path: Path, kind: str, dtype: str) -> None:
+    """Blosc copies what it cannot compress, and its decoder reads on past the end of such a chunk."""
+    value = np.random.default_rng(1).integers(0, 256, 64, np.uint8).view(dtype)
+    group_v2(tmp_path / "z").create_array("w", shape=value.shape, dtype=dtype, **KINDS[kind])[...] = value
+    (file,) = (tmp_path / "z/w").rglob("0")
+    content = file.read_bytes()
+    for end in {*range(0, len(content), 5), 1, 15, 16, 17, len(content) - 1}:
+        file.write_bytes(content[:end])
+        with pytest.raises(SourceError) as raised:
+            reshard.open(tmp_path / "z")["w"].compute()
+        assert {*raised.value.codes} <= {"bad-chunk", "truncated"}
+    file.write_bytes(content)
+    assert_same(reshard.open(tmp_path / "z")["w"].compute(), value)
+
+
+def test_a_chunk_of_blosc_of_format_3_that_is_cut(tmp_path: Path) -> None:
+    value = np.random.default_rng(1).integers(0, 256, 64, np.uint8)
+    group = zarr.create_group(tmp_path / "z")
+    group.create_array("w", data=value, chunks=(64,), compressors=zarr.codecs.BloscCodec())
+    file = tmp_path / "z/w/c/0"
+    content = file.read_bytes()
+    for end in (0, 3, 15, 16, 40, len(content) - 1):
+        file.write_bytes(content[:end])
+        with refused(SourceError, "bad-chunk", "w/c/0"):
+            reshard.open(tmp_path / "z")["w"].compute()
+
+
 def test_one_array_is_not_a_store_of_tensors(tmp_path: Path) -> None:
     zarr.create_array(tmp_path / "z", shape=(4,), dtype="f4", zarr_format=2)
     with refused(SourceError, "not-a-group", "z/.zarray"):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reshard.core.storage.base import ReadStore, Sink
 
 _MOST_ARRAYS = 64  # per thread
+_BLOSC_HEADER = 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,9 @@ class Encoded:
         import numpy as np
 
         try:
-            files, array = _arrays.opened(self.metadata)
+            files, array, by_blosc = _arrays.opened(self.metadata)
+            if by_blosc:
+                _check_blosc(encoded)
             files[self.key] = _arrays.buffer(encoded)
             content = np.ascontiguousarray(array[...], array.dtype.newbyteorder("<"))
         except MemoryError:
@@ -79,17 +82,19 @@ class _Arrays(threading.local):
     """The arrays of one chunk that a thread has opened, each with its files in memory."""
 
     def __init__(self) -> None:
-        self._opened: OrderedDict[bytes, tuple[dict[str, Any], Any]] = OrderedDict()
+        self._opened: OrderedDict[bytes, tuple[dict[str, Any], Any, bool]] = OrderedDict()
 
-    def opened(self, metadata: bytes) -> tuple[dict[str, Any], Any]:
-        """Return the files of an array, by name, and the array."""
+    def opened(self, metadata: bytes) -> tuple[dict[str, Any], Any, bool]:
+        """Return the files of an array, by name; the array; and whether its chunk begins with a header of blosc."""
         if metadata not in self._opened:
             import zarr
 
-            version = json.loads(metadata)["zarr_format"]
+            noted = json.loads(metadata)
+            version = noted["zarr_format"]
             files = {METADATA if version == 3 else ARRAY_V2: self.buffer(metadata)}
             store = zarr.storage.MemoryStore(files)
-            self._opened[metadata] = files, zarr.open_array(store, mode="r", zarr_format=version)
+            array = zarr.open_array(store, mode="r", zarr_format=version)
+            self._opened[metadata] = files, array, _last_codec(noted) == "blosc"
             if len(self._opened) > _MOST_ARRAYS:
                 self._opened.popitem(last=False)
         return self._opened[metadata]
@@ -102,6 +107,25 @@ class _Arrays(threading.local):
 
 
 _arrays = _Arrays()
+
+
+def _last_codec(metadata: dict[str, Any]) -> str:
+    """Return the name of the codec that wrote the bytes of a chunk; empty if there is none."""
+    if metadata["zarr_format"] == 3:
+        last = metadata["codecs"][-1]
+        return str(last["name"] if isinstance(last, dict) else last).removeprefix("numcodecs.")
+    codecs = [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]
+    return str(codecs[-1]["id"]) if codecs else ""
+
+
+def _check_blosc(encoded: bytearray) -> None:
+    """Raise `ValueError` if a chunk is shorter or longer than its header says: blosc reads on past its end.
+
+    Bytes 12 to 16 of the header are the size of the chunk with its header (c-blosc, README_CHUNK_FORMAT).
+    """
+    said = int.from_bytes(encoded[12:16], "little")
+    if len(encoded) < _BLOSC_HEADER or len(encoded) != said:
+        raise ValueError(f"it has {len(encoded):,} bytes; blosc noted {said:,}")
 
 
 def slab_bytes(shape: Shape, chunk: Shape, itemsize: int) -> int:
