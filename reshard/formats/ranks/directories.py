@@ -356,8 +356,12 @@ def _nothing_in_common(root: Place, by_rank: Mapping[int, Sequence[Place]]) -> S
         else Text("choose the files with ", Option("suffix"))
     )
     rest = [f"and {len(facts) - 4} more ranks"] if len(facts) > 4 else []
-    message = f"the ranks of {root} have no checkpoint in common"
-    return SourceError(message, code="no-common-checkpoint", facts=[*facts[:4], *rest], hint=advice)
+    return SourceError(
+        f"the ranks of {root} have no checkpoint in common",
+        code="no-common-checkpoint",
+        facts=[*facts[:4], *rest],
+        hint=advice,
+    )
 
 
 def _several(root: Place, by_files: Sequence[Sequence[Place]]) -> SourceError:
