@@ -89,7 +89,7 @@ def test_the_sdist_has_what_its_tests_need(built: Path) -> None:
     assert (
         names == files(Path("reshard")) | files(Path("tests")) | files(Path("notebooks")) | files(Path("docs")) | rest
     )
-    some = ["tests/cli/test_demo.py", "tests/test_dtypes.py", "reshard/layout"]
+    some = ["tests/cli/test_demo.py", "tests/test_dtypes.py", "reshard/core/layout"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *some],
         cwd=built / NAME, text=True, check=False, capture_output=True,

@@ -57,7 +57,7 @@ PLANS = [
     a_plan("a mesh of one rank twice", a_plan_file(a_pattern([2], [1, 1])), "not-a-plan"),
     a_plan("a tensor of a mesh that is not there", a_plan_file(a_pattern([2], [0, 1], (1, [4], []))), "not-a-plan"),
     a_plan("a block that is not there", a_plan_file(a_pattern([2], [0, 1], (0, [4], [[2, 2]]))), "not-a-plan"),
-    a_plan("a prefix that leads out of an iteration", a_plan_file(way=("checkpoint2", {"step": 1, "prefix": "../x", "common": "{}"})), "not-a-plan @ 'checkpoint'"),
+    a_plan("a prefix that leads out of an iteration", a_plan_file(way=("checkpoint2", {"step": 1, "prefix": "../x", "common": "{}"})), "not-a-plan @ '../x'"),
     a_plan("a common.json that is none", a_plan_file(way=("checkpoint2", {"step": 1, "prefix": "x", "common": "[" * 100_000})), "not-a-plan"),
     a_plan("an iteration of 30 digits", a_plan_file(way=("checkpoint2", {"step": 10**30})), "not-a-plan @ is 1000000000000000000000000000000"),
     a_plan("a file of 2 GB", sparse(b"{", 2 << 30), "too-large @ than 268435456"),
