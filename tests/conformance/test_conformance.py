@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     Made = Callable[[Case], tuple[Path, Mapping[str, Any]]]
 
-EXIT_CODES = {2, 3, 4, 5}
+FOUND = {3, 4}  # it differs; it cannot be read
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +78,7 @@ def check(found: Mapping[str, Any], truth: Mapping[str, Any], *, partly: bool = 
     for name in shared:
         value = bits(found[name])
         assert value.shape == truth[name].shape, name
+        assert value.dtype.itemsize == truth[name].dtype.itemsize, name
         assert np.array_equal(value, truth[name]), name
     return len(shared)
 
@@ -129,14 +130,12 @@ def test_it_is_converted(case: Case, to: str, made: Made, tmp_path: Path) -> Non
     one_file = to == "safetensors" and path.is_file()
     out = tmp_path / ("out.zarr" if to == "zarr" else "out.safetensors" if one_file else "out")
     done("convert", path, out, "--to", to, *strategy_of(case, tmp_path), *drops(source))
-    if "strategy" not in case.opening or to != "safetensors":
-        found = of_zarr(out) if to == "zarr" else of_safetensors(files_below(out))
-        check(found, truth)
-        assert check(values(reshard.open(out)), truth) == len(truth)
+    check(of_zarr(out) if to == "zarr" else of_safetensors(files_below(out)), truth)
+    assert check(values(reshard.open(out)), truth) == len(truth)
     done("verify", out)
     spoil(max((file for file in files_below(out) if ".reshard" not in file.parts), key=size))
     against = ["--against", path] if one_file else []  # one file has no ledger beside it
-    assert call("verify", out, *against).exit_code in EXIT_CODES
+    assert call("verify", out, *against).exit_code in FOUND
 
 
 def of_zarr(store: Path) -> dict[str, Any]:
@@ -185,8 +184,12 @@ def test_a_plan_of_it_gives_the_same_bytes(case: Case, made: Made, tmp_path: Pat
     done("convert", path, tmp_path / "out", "--to", "hf", *strategy_of(case, tmp_path), *dropped)
     done("plan", path, "--to", "hf", *strategy_of(case, tmp_path), *dropped, "-o", tmp_path / "plan.json")
     done("run", tmp_path / "plan.json", tmp_path / "planned")
-    weights = {name: content for name, content in tree(tmp_path / "out").items() if not name.startswith(".reshard")}
-    assert weights == {name: content for name, content in tree(tmp_path / "planned").items() if name in weights}
+    assert weights(tmp_path / "out") == weights(tmp_path / "planned")
+
+
+def weights(path: Path) -> dict[str, bytes]:
+    """The files of a target without its ledger, which has times."""
+    return {name: content for name, content in tree(path).items() if not name.startswith(".reshard")}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.again], ids=lambda case: case.name)
@@ -211,8 +214,11 @@ def test_names_are_chosen_and_changed(case: Case, made: Made, tmp_path: Path) ->
     assert check(values(reshard.open(tmp_path / "out")), {"other.name": truth[name]}) == 1
 
 
-def outcome(case: Case, path: Path, truth: Mapping[str, Any]) -> str:
-    """Open and read a spoiled checkpoint: it is refused, or all that can be read is right."""
+def outcome(case: Case, path: Path, truth: Mapping[str, Any], *, gone: bool = False) -> str:
+    """Open and read a spoiled checkpoint: it is refused, or all that can be read is right.
+
+    No tensor is missing without a word, but if a file is gone that nothing else names, such as an array's metadata.
+    """
     try:
         source = opened(case, path)
         found = values(source)
@@ -220,7 +226,9 @@ def outcome(case: Case, path: Path, truth: Mapping[str, Any]) -> str:
         return "refused"
     for name in found.keys() & truth.keys():
         assert np.array_equal(bits(found[name]), truth[name]), f"{name} is wrong"
-    return "right" if truth.keys() <= found.keys() else "refused in part"
+    missing = truth.keys() - found.keys()
+    assert missing <= source.unreadable.keys() or source.warnings or gone or case.partly, missing
+    return "refused in part" if missing else "right"
 
 
 def some_files(path: Path) -> list[Path]:
@@ -240,7 +248,7 @@ def test_a_file_that_is_cut_short_gives_no_wrong_value(case: Case, left: float |
             file.unlink()
         else:
             file.write_bytes(content[: int(len(content) * left)])
-        assert outcome(case, path, truth)
+        outcome(case, path, truth, gone=left is None)
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(content)
 
