@@ -85,7 +85,7 @@ def test_what_megatron_keeps_beside(opened: Callable[[str], reshard.Checkpoint])
 def test_they_are_shown(mindspore_data: Path, opened: Callable[[str], reshard.Checkpoint]) -> None:
     root = mindspore_data / "dcp"
     lines = done("inspect", root / "mcore_moe_ep2" / "checkpoint").stdout.splitlines()
-    assert lines[1] == "Megatron: iteration 5, optimizer fully_reshardable"
+    assert lines[1] == "Training: iteration 5, optimizer fully_reshardable"
     shapes = {line.split()[0]: line for line in lines if line.startswith("decoder.layers.")}
     assert " [2 layers, 18, 6] " in shapes["decoder.layers.self_attention.linear_qkv.weight"]
     assert " [2 layers, 4 experts, 10, 6] " in shapes["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
@@ -114,7 +114,7 @@ def test_arguments_of_megatron(tmp_path: Path) -> None:
     common = {"args": some, "iteration": 7}
     write_torch(tmp_path, FULL, {0: [W]}, planner_data=None, objects={"common_state/shard_0_1": saved([common])})
     (tmp_path / "metadata.json").write_text("{}")
-    line = "Megatron: iteration 7, vocabulary 13, padded to 16, tensor parallel 2"
+    line = "Training: iteration 7, vocabulary 13, padded to 16, tensor parallel 2"
     assert line in done("inspect", tmp_path).stdout.splitlines()
     (tmp_path / "common.pt").write_bytes(saved({**common, "iteration": 8}))
     assert line.replace("7", "8") in done("inspect", tmp_path).stdout.splitlines()

@@ -170,4 +170,4 @@ def test_a_file_that_was_replaced_is_refused(hub: Hub, tmp_path: Path) -> None:
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", None)
     monkeypatch.delitem(sys.modules, "reshard.core.storage.urls.hub", raising=False)
-    failed(1, "library-missing", "inspect", "hf://org/model", places=("pip install huggingface_hub",))
+    failed(1, "library-missing", "inspect", "hf://org/model", places=("pip install 'reshard[hf]'",))

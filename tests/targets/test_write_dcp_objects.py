@@ -234,7 +234,7 @@ def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, 
     assert reshard.verify(tmp_path / "run").equal
     assert reshard.verify(found.root, against=root(name)).equal
     shown = done("inspect", tmp_path / "run").stdout
-    assert "Megatron: iteration 5, optimizer fully_reshardable" in shown
+    assert "Training: iteration 5, optimizer fully_reshardable" in shown
     path = Path(found.root) / "common.pt"
     path.write_bytes(path.read_bytes()[:-1])
     (one,) = reshard.verify(found.root, against=root(name)).differences
