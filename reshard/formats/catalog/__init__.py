@@ -244,7 +244,8 @@ def _finished(directory: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]
     """Yield the checkpoints in a directory itself that are not unfinished targets, as `_here` does."""
     root, names = directory.place, directory.names
     is_run = run_at(Listing(root, names)) is not None
-    asked = [each for each in formats(packages=True) if not (is_run and each.describes)]
+    # The names of a store's arrays may be those of steps; no other checkpoint is in the directory of a run itself.
+    asked = [each for each in formats(packages=True) if not (is_run and each.describes and each.has_steps)]
     for each in asked:
         if found := [*each.listed(directory)]:
             yield from found
