@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import reshard
 from reshard.cli.carry import KEYS, carry_out
 from reshard.cli.commands import Command, option
 from reshard.cli.options import (
@@ -19,15 +18,12 @@ from reshard.cli.options import (
     target_options,
 )
 from reshard.cli.selection import selection_options
-from reshard.cli.terminal import say, say_warnings
+from reshard.cli.terminal import say
 from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE, split_weight
 from reshard.core.listing import OpenOptions
 from reshard.core.plan.changes import refuse_unused
-from reshard.core.plan.inputs import Selection
-from reshard.core.plan.make import plan as make_plan
 from reshard.core.storage.places import as_place
-from reshard.core.storage.small import is_within, refuse_existing
-from reshard.errors import TargetError, UsageError
+from reshard.errors import UsageError
 from reshard.formats.open import open as open_checkpoint
 from reshard.view.progress import READING, phase
 
@@ -37,26 +33,18 @@ if TYPE_CHECKING:
     from reshard.api.asked import TargetOptions
     from reshard.api.jobs import Verb
     from reshard.cli.options import Openings
-    from reshard.core.storage.places import AnyName, Place
+    from reshard.core.plan.inputs import Selection
+    from reshard.core.storage.places import Place
 
 
 def _writing(verb: Verb) -> Callable[..., Any]:
     """Return a decorator that adds the arguments and options of a command."""
-    via_zarr = option(
-        "--via-zarr",
-        under="Target",
-        type=TARGET_PLACE,
-        metavar="STORE",
-        help="Unify into this zarr store first, then make TARGET from it. A finished store of the same source is used "
-        "as it is, even if SOURCE is gone.",
-    )
 
     def command(function: Callable[..., Any]) -> Any:
         for add in (
             run_options,
             selection_options,
             dequantize_option,
-            via_zarr,
             target_options(verb),
             source_options,
             click.argument("target", type=TARGET_PLACE),
@@ -326,118 +314,19 @@ def _write(
     *,
     opening: OpenOptions,
     options: TargetOptions,
-    via_zarr: Place | None,
     dequantize: str | None,
     selection: Selection,
     running: Running,
 ) -> None:
-    """Write a checkpoint, through a zarr store if `via_zarr` is given."""
-    from reshard.api.jobs import job, with_format  # not on every start
+    """Write a checkpoint."""
+    from reshard.api.jobs import job  # not on every start
 
-    if via_zarr is not None:
-        if options.same_ranks:
-            raise UsageError(
-                "--same-ranks keeps files as they are cut", code="conflicting-options", hint="leave --via-zarr out"
-            )
-        if dequantize is not None:
-            raise UsageError(
-                "--dequantize reads the config.json of SOURCE, which a store does not have", code="conflicting-options",
-                hint="leave --via-zarr out",
-            )  # fmt: skip
-        _check_apart(via_zarr, source, target, running.write_manifest)
-        if running.write_manifest is not None:
-            refuse_existing(running.write_manifest, overwrite=running.overwrite)  # before the store is made
-        plain = str(via_zarr) if options.target_cipher else f"{via_zarr} and {target}"
-        if not _make_store(source, opening, via_zarr, plain, selection, options.memory, running):
-            return
-        source, opening = via_zarr, OpenOptions()
-        options = with_format(options, target, _format_before(via_zarr))
     with phase(READING, quiet=running.quiet):
         plan, directory, result, notes = job(
             source, target, opening, options, selection, verb=verb, threads=running.threads, dequantize=dequantize
         )
-        # What is dropped may be dropped on the way into the store.
-        chosen = selection if via_zarr is None else replace(selection, drop=(), allow_missing=())
-        refuse_unused(plan, chosen, dequantize)
+        refuse_unused(plan, selection, dequantize)
     if not running.quiet:
         for note in notes:
             say(note)
     carry_out(plan, directory or target, running, result=result)
-
-
-def _check_apart(store: Place, source: Place, target: Place, manifest: Place | None) -> None:
-    """Refuse a store that overlaps with the source, the target or the manifest.
-
-    Raises:
-        TargetError: the store overlaps with one of them; nothing is made or changed.
-    """
-    paths: list[AnyName] = [source, target, *([manifest] if manifest else [])]
-    for path in paths:
-        if is_within(path, store) or is_within(store, path):
-            raise TargetError(
-                f"{store} overlaps with {path}", code="overlaps",
-                hint="choose a directory of its own for the store of --via-zarr",
-            )  # fmt: skip
-
-
-def _make_store(
-    source: Place,
-    opening: OpenOptions,
-    store: Place,
-    plain: str,
-    selection: Selection,
-    memory: int | None,
-    running: Running,
-) -> bool:
-    """Unify a source into a zarr store, unless that is done.
-
-    Return whether the store can be read: not after a dry run.
-
-    If the source is encrypted, a warning names the targets that are not: `plain`.
-
-    Raises:
-        TargetError: the store is finished, and was made from another source, or from this one before it changed.
-    """
-    from reshard.core.records.provenance import SourceRecord
-    from reshard.formats.zarr.reader import store_notes
-    from reshard.formats.zarr.writer import source_record
-
-    store_content = store_notes(store)
-    if store_content is not None and not (source.is_dir() or source.is_file()):
-        say_warnings([f"{source} does not exist; {store} is finished, and is used"])
-        return True
-    checkpoint = open_checkpoint(source, **vars(opening))
-    if checkpoint.cipher and not running.quiet:
-        say_warnings([f"{source} is encrypted, and what is written is not: {plain}"])
-    if store_content is not None:
-        recorded = SourceRecord.noted(store_content)
-        if recorded is None or not recorded.is_of(source_record(checkpoint, times=True)):
-            raise TargetError(
-                f"{store} is finished, and was made from another source, or from {source} before it changed",
-                code="other-store", hint="choose another store, or give it as SOURCE",
-            )  # fmt: skip
-        if not running.quiet:
-            say_warnings([f"{store} is finished and of this source; it is used as it is"])
-        return True
-    selection = Selection(drop=selection.drop, allow_missing=selection.allow_missing)
-    plan = make_plan(
-        checkpoint, files=reshard.ZarrGroup(times=True), selection=selection, memory=memory, threads=running.threads
-    )
-    # The second step prints the report.
-    quiet = running.quiet or (running.as_json and not running.dry_run)
-    as_json = running.as_json and running.dry_run
-    if quiet and not running.quiet:
-        say_warnings(plan.warnings)
-    first = replace(running, write_manifest=None, quiet=quiet, as_json=as_json)
-    carry_out(plan, store, first)
-    return not running.dry_run
-
-
-def _format_before(store: Place) -> str | None:
-    """Return `ckpt` if a store was made from `.ckpt` files only, else None."""
-    from reshard.core.records.provenance import SourceRecord
-    from reshard.formats.zarr.reader import store_notes
-
-    recorded = SourceRecord.noted(store_notes(store) or {})
-    paths = [file.path for file in recorded.files] if recorded else []
-    return "ckpt" if paths and all(path.endswith(".ckpt") for path in paths) else None
