@@ -25,8 +25,6 @@ class TargetOptions:
     """
 
     to: str | None = None
-    format: str | None = None
-    style: str | None = None
     target_strategy: Strategy | Arrangement | AnyName | None = None
     layouts_of: AnyName | None = None
     ranks: Iterable[int] | None = None

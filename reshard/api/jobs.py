@@ -2,8 +2,8 @@
 
 Steps of `job`:
 
-1. Choose the format: `to`; else by the name of the target; else the default of the verb. A note reports a format that
-   was not given.
+1. Choose the format: `to`; else by the name of the target; else the source's. A note reports a format that was not
+   given.
 2. Refuse options that the format does not take, by name.
 3. Plan ranks with an unknown sharding file by file: each rank keeps its tensors as they are.
 4. Open any other source, and plan it.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from shlex import quote
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.api.choices import read_layouts, target_of
 from reshard.api.formats import (
@@ -27,7 +27,7 @@ from reshard.api.formats import (
     options_of,
     refuse_foreign_name,
 )
-from reshard.core.format import named, written
+from reshard.core.format import written
 from reshard.core.layout.arrangement import Arrangement
 from reshard.core.model.checkpoint import Checkpoint
 from reshard.core.options import option_fields
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from reshard.core.options import Options
     from reshard.core.plan.plan import Plan
     from reshard.core.storage.places import AnyName, Place
-
-Verb = Literal["convert", "transform", "unify"]
-"""The command, which sets the default format: the source's; rank files; a MindSpore set."""
 
 _SHARDED = {"stage": "stage", "iteration": "iteration", "partial": "partial", "layouts": "layout"}
 """The fields of `OpenOptions` for the sharding of a source, and the options that set them."""
@@ -83,7 +80,6 @@ def job(
     options: TargetOptions,
     selection: Selection,
     *,
-    verb: Verb = "convert",
     threads: int | None = None,
     dequantize: str | None = None,
 ) -> Job:
@@ -95,7 +91,6 @@ def job(
         opening: the options of opening the source; ignored if it is open.
         options: the options of the target.
         selection: which tensors.
-        verb: the command, for its defaults.
         threads: the most threads that a run may have.
         dequantize: the dtype to which quantized weights are dequantized, before the selection; None to keep them.
 
@@ -104,9 +99,9 @@ def job(
     """
     if dequantize is not None:
         _refuse_copies(options)
-    if target is not None and not (options.to or options.format):
+    if target is not None and not options.to:
         refuse_foreign_name(target)
-    to, reason = _stated(options, target, verb)
+    to, reason = _stated(options, target)
     if to is not None:
         _refuse_misfits(options, to)
     if isinstance(source, Checkpoint):
@@ -117,7 +112,7 @@ def job(
             )  # fmt: skip
         checkpoint = source
     else:
-        note = None if dequantize else _kept_ranks(source, target, opening, options, to, selection, verb)
+        note = None if dequantize else _kept_ranks(source, target, opening, options, to, selection)
         if note is not None:
             return _of_same_ranks(source, target, opening, options, to, selection, threads, note, reason)
         with noting_swap(source, opening, options.target_strategy):
@@ -127,9 +122,9 @@ def job(
 
         checkpoint = dequantized(checkpoint, dequantize)
     if to is None:
-        to, reason = _of_source(checkpoint, options, verb)
+        to, reason = _of_source(checkpoint, options)
         _refuse_misfits(options, to)
-    name = _file_name(as_place(checkpoint.root), target, options, to, verb)
+    name = _file_name(as_place(checkpoint.root), target, options, to)
     plan = planned(checkpoint, options, to, selection, threads, name=name)
     directory = target.parent if name and target is not None else target
     notes = [f"format: {to.name}, {reason}"] if reason else []
@@ -139,7 +134,7 @@ def job(
 
 def with_format(options: TargetOptions, target: Place, to: str | None) -> TargetOptions:
     """Return the options with a format, unless they or the target's name have one."""
-    return options if options.given(("to", "format", "style")) or named_format(target) else replace(options, to=to)
+    return options if options.to or named_format(target) else replace(options, to=to)
 
 
 @contextmanager
@@ -203,44 +198,18 @@ def _fits_other(path: AnyName, opening: OpenOptions, other_strategy: Strategy | 
 # --- the format -------------------------------------------------------------------------------------------------
 
 
-def _stated(options: TargetOptions, target: Place | None, verb: Verb) -> tuple[Format | None, str]:
+def _stated(options: TargetOptions, target: Place | None) -> tuple[Format | None, str]:
     """Return the format by the options or the target's name, with a reason if implied."""
-    if options.to and (options.format or options.style):
-        conflicting = "--format" if options.format else "--style"  # options of the command line alone
-        raise UsageError(
-            f"--to and {conflicting} both say the format", code="conflicting-options",
-            hint=f"leave {conflicting} out",
-        )  # fmt: skip
-    if options.style and options.format not in {None, "safetensors"}:
-        raise UsageError(
-            f"--style {options.style} is of safetensors files, not {options.format}",
-            code="option-of-another-format",
-            hint="leave --format out, or --style",
-        )
-    if options.style:
-        return written(options.style), ""
-    if verb == "unify" and options.format == "safetensors":
-        return _unified(), ""
-    to = options.to or options.format
-    if to or target is None:
-        return (written(to) if to else None), ""
-    found = named_format(target)
-    if found and (verb == "convert" or not found[0].one_file):
-        return found
-    return (_unified() if verb == "unify" else None), ""
+    if options.to or target is None:
+        return (written(options.to) if options.to else None), ""
+    return named_format(target) or (None, "")
 
 
-def _unified() -> Format:
-    return named("mindspore")
-
-
-def _of_source(checkpoint: Checkpoint, options: TargetOptions, verb: Verb) -> tuple[Format, str]:
+def _of_source(checkpoint: Checkpoint, options: TargetOptions) -> tuple[Format, str]:
     """Return the default format of a target, by the source, with the reason."""
     if only := only_taker(options.of_format):
         return only, ""
     own = like(checkpoint)
-    if verb == "transform":
-        return (own if own.one_file else written("safetensors")), ""
     if own.whole and options.given(CUT):
         return written("safetensors"), f"as {own.whole} holds whole tensors only"
     return own, "as the source"
@@ -299,14 +268,14 @@ def _refuse_copies(options: TargetOptions) -> None:
         )  # fmt: skip
 
 
-def _file_name(source: Place, target: Place | None, options: TargetOptions, to: Format, verb: Verb) -> str | None:
+def _file_name(source: Place, target: Place | None, options: TargetOptions, to: Format) -> str | None:
     """Return the name of the target file if the target is one file, else None.
 
     Raises:
         UsageError: its name is of another format, or options ask for several ranks.
         TargetError: it is a directory, and the source is one file.
     """
-    if verb != "convert" or target is None or not to.one_file:
+    if target is None or not to.one_file:
         return None
     named = is_file_name(target)
     cut = options.given(CUT)
@@ -342,7 +311,6 @@ def _kept_ranks(
     options: TargetOptions,
     to: Format | None,
     selection: Selection,
-    verb: Verb,
 ) -> str | None:
     """Return the note for a file-by-file conversion ("": none needed), or None if the source must be opened.
 
@@ -352,7 +320,7 @@ def _kept_ranks(
     if options.same_ranks:
         return ""
     undescribed = opening.strategy is None and not _SHARDED.keys() & {*opening.given}
-    if verb != "convert" or to is None or not to.one_file or not undescribed or options.given(CUT):
+    if to is None or not to.one_file or not undescribed or options.given(CUT):
         return None
     if source.is_file():
         as_it_is = options.memory is None and not _choices(selection)
@@ -394,7 +362,7 @@ def _of_same_ranks(
             facts=[note] if note else [],
             hint=Text("add ", Option("source_strategy", "STRATEGY", "STRATEGY")) if note else leave,
         )  # fmt: skip
-    name = _file_name(source, target, options, to, "convert") if source.is_file() else None
+    name = _file_name(source, target, options, to) if source.is_file() else None
     plan = plan_convert(
         source, to.name, name=name, **opening.of_files, drop=selection.drop, threads=threads,
         target_cipher=options.target_cipher, rules=selection.rules,

@@ -58,8 +58,6 @@ _HOMES = {
     "runs": "reshard.cli.groups.lists:runs",
     "stats": "reshard.cli.groups.computing:stats",
     "strategy": "reshard.cli.groups.strategy:strategy",
-    "transform": "reshard.cli.write:transform",
-    "unify": "reshard.cli.write:unify",
     "verify": "reshard.cli.verify:verify",
 }
 
@@ -85,9 +83,6 @@ To see it work on real MindSpore files, and what to type next:
   reshard demo
 
 Environment variables, such as RESHARD_MEMORY: reshard help environment
-
-`transform` and `unify`, the names of earlier versions, are `convert` with
-other defaults.
 """,
     homes=_HOMES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

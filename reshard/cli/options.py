@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -21,7 +21,6 @@ from reshard.cli.values import (
     STRATEGY_PLACE,
     WRITE,
     WRITE_PLACE,
-    StyleType,
     ToType,
     cluster_address,
     dequantized_dtype,
@@ -39,7 +38,7 @@ from reshard.core.storage.cipher import MODE, MODES
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from reshard.core.format import Format
     from reshard.core.options import OptionField
@@ -311,11 +310,6 @@ opened_target_options = record(
 # --- the target -------------------------------------------------------------------------------------------------
 
 
-def target_options(verb: Literal["convert", "transform", "unify", "plan"]) -> Callable[..., Any]:
-    """Return a decorator that adds target options and passes them as `options`."""
-    return record("options", _target_of, target_strategy_option, *_format_options(verb), *_TARGET)
-
-
 def _target_of(*, target_cipher: Cipher | None, encryption: str | None, **values: Any) -> TargetOptions:
     if encryption and not target_cipher:
         raise UsageError("--encryption needs the key of TARGET", code="no-key", hint="add --target-key-file FILE")
@@ -327,27 +321,6 @@ def _target_of(*, target_cipher: Cipher | None, encryption: str | None, **values
 
 def _named(formats: Iterable[Format]) -> str:
     return ", ".join(each.name for each in formats)
-
-
-def _format_options(verb: str) -> tuple[GroupedOption, ...]:
-    """Return `--to`, `--format` and `--style`; `transform` and `unify` hide the first, others the last two."""
-    old = verb in {"transform", "unify"}
-    default = "by --style" if verb == "unify" else "the source's"
-    to = _target(
-        "--to", in_short_help=not old, hidden=old, type=ToType(), metavar="FORMAT",
-        help=f"{_named(targets())}, or one of a package; `reshard formats` says what they are, "
-        "and which options they take.  "
-        "[default: as TARGET is named, else as SOURCE]",
-    )  # fmt: skip
-    words = _target(
-        "--format", in_short_help=old, hidden=not old, type=ToType(), metavar="FORMAT",
-        help=f"Format of the files, in the words of `convert`.  [default: {default}]",
-    )  # fmt: skip
-    style = _target(
-        "--style", in_short_help=old, hidden=not old, type=StyleType(), metavar="STYLE",
-        help="Names of the files of a set, or of a checkpoint in parts.",
-    )  # fmt: skip
-    return to, words, style
 
 
 def _option_of_formats(name: str, fields: Sequence[tuple[Format, OptionField]]) -> GroupedOption:
@@ -362,7 +335,15 @@ _BY_OPTION = takers(targets())
 _OF_FORMATS = tuple(_option_of_formats(name, fields) for name, fields in _BY_OPTION.items())
 """The options that single formats take."""
 
-_TARGET = (
+target_options = record(
+    "options",
+    _target_of,
+    target_strategy_option,
+    _target(
+        "--to", in_short_help=True, type=ToType(), metavar="FORMAT",
+        help=f"{_named(targets())}, or one of a package; `reshard formats` says what they are, and which options they "
+        "take.  [default: as TARGET is named, else as SOURCE]",
+    ),
     _target(
         "--layouts-of", type=READ_PLACE, metavar="CHECKPOINT",
         help=f"{_named(each for each in targets() if each.takes_layouts)}: cut the tensors as in this checkpoint, "
@@ -392,3 +373,4 @@ _TARGET = (
         help=f"How .ckpt files of TARGET are encrypted, with --target-key-file.  [default: {MODE}, as by MindSpore]",
     ),
 )  # fmt: skip
+"""Adds the options of a target, and passes their `TargetOptions`."""

@@ -64,7 +64,7 @@ Example:
 )
 @overwrite_file_option
 @source_options
-@target_options("plan")
+@target_options
 @dequantize_option
 @selection_options
 @json_option

@@ -249,20 +249,6 @@ def split_weight(text: str) -> tuple[str, float | None]:
     return (path, float(number)) if path and _WEIGHT.fullmatch(number) else (text, None)
 
 
-class StyleType(click.Choice[str]):
-    """The style of a target: the names of its files, and its index and sidecar files."""
-
-    def __init__(self) -> None:
-        super().__init__([(*each.aliases, each.name)[0] for each in targets() if not each.one_file and not each.called])
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the style for a word."""
-        try:
-            return written(str(value)).name
-        except UsageError:
-            return super().convert(value, param, ctx)
-
-
 class ToType(click.Choice[str]):
     """The format of a target."""
 

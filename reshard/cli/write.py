@@ -1,9 +1,9 @@
-"""`reshard convert`, which writes checkpoints, and its former names `transform` and `unify`."""
+"""`reshard convert` and `reshard average`, which write checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,32 +28,12 @@ from reshard.formats.open import open as open_checkpoint
 from reshard.view.progress import READING, phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from reshard.api.asked import TargetOptions
-    from reshard.api.jobs import Verb
     from reshard.cli.options import Openings
     from reshard.core.plan.inputs import Selection
     from reshard.core.storage.places import Place
-
-
-def _writing(verb: Verb) -> Callable[..., Any]:
-    """Return a decorator that adds the arguments and options of a command."""
-
-    def command(function: Callable[..., Any]) -> Any:
-        for add in (
-            run_options,
-            selection_options,
-            dequantize_option,
-            target_options(verb),
-            source_options,
-            click.argument("target", type=TARGET_PLACE),
-            click.argument("source", type=READ_PLACE),
-        ):
-            function = add(function)
-        return function
-
-    return command
 
 
 @click.command(
@@ -68,8 +48,22 @@ Examples:
     details=KEYS,
     short_help="Convert a checkpoint: other devices, another format, other names.",
 )
-@_writing("convert")
-def convert(source: Place, target: Place, **arguments: Any) -> None:
+@click.argument("source", type=READ_PLACE)
+@click.argument("target", type=TARGET_PLACE)
+@source_options
+@target_options
+@dequantize_option
+@selection_options
+@run_options
+def convert(
+    source: Place,
+    target: Place,
+    opening: OpenOptions,
+    options: TargetOptions,
+    dequantize: str | None,
+    selection: Selection,
+    running: Running,
+) -> None:
     """Convert the checkpoint SOURCE to other devices, another format, other names.
 
     TARGET is cut as --target-strategy says; without it, it has whole tensors. To resume a stopped run, type it again.
@@ -88,50 +82,17 @@ def convert(source: Place, target: Place, **arguments: Any) -> None:
     - No --to: x.zarr, x.ckpt and x.safetensors are what they are called; else the target is what SOURCE is. If that
       holds whole tensors only (a set, a store) and --target-strategy is given, it is safetensors.
     """  # noqa: D301 -- click's mark of what is not for the terminal
-    _write("convert", source, target, **arguments)
+    from reshard.api.jobs import job  # not on every start
 
-
-@click.command(
-    cls=Command,
-    hidden=True,
-    epilog="""
-Example:
-
-  reshard transform src_checkpoints dst_checkpoints \\
-      --source-strategy src_strategy.ckpt --target-strategy dst_strategy.ckpt
-""",
-    details=KEYS,
-    short_help="Convert a checkpoint to another sharding strategy.",
-)
-@_writing("transform")
-def transform(source: Place, target: Place, **arguments: Any) -> None:
-    """Convert the checkpoint SOURCE to another sharding strategy, below TARGET: as `reshard convert`, to rank files.
-
-    Target files are TARGET/rank_0/checkpoint_0.ckpt and so on; those that exist are refused without --overwrite. To
-    resume a stopped run, type the same command again.
-    """
-    _write("transform", source, target, **arguments)
-
-
-@click.command(
-    cls=Command,
-    hidden=True,
-    epilog="""
-Example:
-
-  reshard unify src_checkpoints weights --source-strategy src_strategy.ckpt \\
-      --style huggingface --weights-only --cast float32=bfloat16
-""",
-    details=KEYS,
-    short_help="Merge into whole tensors.",
-)
-@_writing("unify")
-def unify(source: Place, target: Place, **arguments: Any) -> None:
-    """Write the whole tensors of SOURCE into a few files in TARGET, with an index: as `reshard convert --to mindspore`.
-
-    With --style checkpoint2 TARGET is the directory of a run: other iterations there stay, and the tracker is replaced.
-    """
-    _write("unify", source, target, **arguments)
+    with phase(READING, quiet=running.quiet):
+        plan, directory, result, notes = job(
+            source, target, opening, options, selection, threads=running.threads, dequantize=dequantize
+        )
+        refuse_unused(plan, selection, dequantize)
+    if not running.quiet:
+        for note in notes:
+            say(note)
+    carry_out(plan, directory or target, running, result=result)
 
 
 @click.command(
@@ -180,7 +141,7 @@ Examples:
     is_flag=True,
     help="Average optimizer states, too. The step and other training state are those of the first source.",
 )
-@target_options("convert")
+@target_options
 @dequantize_option
 @selection_options
 @run_options
@@ -305,28 +266,3 @@ def _strategies(pairs: Sequence[tuple[Place, OpenOptions]], openings: Openings) 
         )  # fmt: skip
     remaining = iter(strategies * (sum(needed) if len(strategies) == 1 else 1))
     return [next(remaining) if is_needed else None for is_needed in needed]
-
-
-def _write(
-    verb: Verb,
-    source: Place,
-    target: Place,
-    *,
-    opening: OpenOptions,
-    options: TargetOptions,
-    dequantize: str | None,
-    selection: Selection,
-    running: Running,
-) -> None:
-    """Write a checkpoint."""
-    from reshard.api.jobs import job  # not on every start
-
-    with phase(READING, quiet=running.quiet):
-        plan, directory, result, notes = job(
-            source, target, opening, options, selection, verb=verb, threads=running.threads, dequantize=dequantize
-        )
-        refuse_unused(plan, selection, dequantize)
-    if not running.quiet:
-        for note in notes:
-            say(note)
-    carry_out(plan, directory or target, running, result=result)
