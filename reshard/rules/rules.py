@@ -46,7 +46,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,18 +240,6 @@ class Rules:
     def data(self) -> dict[str, Any]:
         """Return the rules as JSON data, which `of` reads."""
         return {**self.content, **({"source": self.source} if self.source else {}), "config": dict(self.numbers.config)}
-
-    def inverted(self) -> Rules:
-        """Return the same rules with the sides swapped.
-
-        If the rules have a source side, the other side becomes the source.
-        """
-        sides = self.sides[::-1]
-        source = next((side for side in self.sides if self.source and side != self.source), "")
-        rules = tuple(replace(rule, fused_side=1 - rule.fused_side) for rule in self.rules)
-        return replace(
-            self, sides=(sides[0], sides[1]), rules=rules, source=source, content={**self.content, "sides": [*sides]}
-        )
 
 
 def examples() -> dict[str, str]:

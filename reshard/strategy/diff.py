@@ -12,14 +12,11 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
-from reshard.core.layout.block import shape_text
 from reshard.core.layout.layout import Layout, least_shape
-from reshard.errors import Faults, LayoutError, StrategyError
-from reshard.strategy.names import is_training_state, one_stage_advice, optimizer_states
+from reshard.errors import LayoutError
 from reshard.upward import upward
 
 if TYPE_CHECKING:
-    from reshard.core.model.checkpoint import Checkpoint
     from reshard.strategy.strategy import Placed, Strategy
 
 
@@ -109,53 +106,3 @@ def _same_blocks(a: Layout, b: Layout) -> bool:
         return a.grid(shape) == b.grid(shape)
     except LayoutError:  # interleaved, or with different sizes
         return False
-
-
-def _without_subject(error: LayoutError, subject: str) -> LayoutError:
-    return error.changed(lambda text: text.removeprefix(subject))
-
-
-def check(strategy: Strategy, checkpoint: Checkpoint) -> list[str]:
-    """Check that a strategy fits a checkpoint, and that they name the same weights.
-
-    Returns:
-        warnings: optimizer states that only one of them has.
-
-    Raises:
-        StrategyError: all faults at once.
-        SourceError: the checkpoint seems to be one rank of several, so that its shapes are the shapes of blocks.
-    """
-    checkpoint.require_whole()
-    faults = Faults(checkpoint.root)
-    warnings = []
-    states = optimizer_states({**strategy.tensors, **checkpoint.tensors}, checkpoint.opening.states)
-    for name, places in strategy.tensors.items():
-        tensor = checkpoint.tensors.get(name)
-        if tensor is not None:
-            shape = tensor.spec.shape
-            try:
-                strategy.grid(name, shape)
-            except LayoutError as error:
-                faults.add(f"tensor {name!r}", _without_subject(error, f"tensor {name!r}: "))
-            declared = {p.shape for p in places if p.shape is not None and not p.expanded} - {shape}
-            if declared:
-                expected = " and ".join(map(shape_text, declared))
-                faults.add(
-                    f"tensor {name!r}",
-                    f"has shape {shape_text(shape)}; the strategy says {expected}",
-                    code="wrong-shape",
-                )
-        elif name in states:
-            warnings.append(f"optimizer state {name!r} is in the strategy, not in the files")
-        else:
-            faults.add(f"tensor {name!r}", "is in the strategy, not in the files", code="missing-tensor")
-    for name, tensor in checkpoint.tensors.items():
-        if name in strategy.tensors:
-            continue
-        one_stage = strategy.others and checkpoint.opening.stage is None and not is_training_state(name, tensor)
-        if name in states or (checkpoint.strategy is None and not one_stage):
-            warnings.append(f"tensor {name!r} is in the files, not in the strategy")
-        elif tensor.listed or one_stage:
-            faults.add(f"tensor {name!r}", "is in the files, not in the strategy", code="not-in-strategy")
-    faults.raise_if_any(StrategyError, advice=one_stage_advice(strategy, checkpoint.tensors, states))
-    return warnings

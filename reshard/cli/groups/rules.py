@@ -1,4 +1,4 @@
-"""`reshard rules`: check rules between the names and shapes of two programs, show and invert them."""
+"""`reshard rules`: list, check and show rules between the names and shapes of two programs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import click
 
 import reshard
 from reshard.cli.commands import Group
-from reshard.cli.options import json_option, output_file_option, overwrite_file_option, source_options
+from reshard.cli.options import json_option, source_options
 from reshard.cli.selection import rules_numbers
-from reshard.cli.terminal import print_json, print_text, say_warnings, width, wrote
+from reshard.cli.terminal import print_json, print_text, say_warnings, width
 from reshard.cli.values import READ_PLACE
 from reshard.errors import VerifyError, names, printable
 from reshard.formats.open import open as open_checkpoint
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from reshard.core.listing import OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=Group, name="rules")
 def rules() -> None:
-    """List, check, show and invert rules between the names and shapes of two programs."""
+    """List, check and show rules between the names and shapes of two programs."""
 
 
 def _derived(
@@ -162,32 +160,3 @@ def show(file: Place, source: Place, tensors: tuple[str, ...], **arguments: Any)
         firsts.setdefault(fused.use.rule.key_path, name)
     for name in tensors or firsts.values():
         print_text(f"{fusion_of(derived, name)}\n")
-
-
-@rules.command(
-    "invert",
-    epilog="""
-Example:
-
-  reshard rules invert llama.yaml -o back.yaml
-""",
-    short_help="Write rules with their sides exchanged.",
-)
-@click.argument("file", type=READ_PLACE)
-@output_file_option("The file to write.")
-@overwrite_file_option
-def invert(file: Place, output: Path, overwrite: bool) -> None:
-    """Write the rules FILE with its sides exchanged.
-
-    Rules work both ways as they are: which side the source is shows in its names.
-    """
-    import yaml  # not on every start
-
-    from reshard.core.storage.small import refuse_existing, refuse_inputs, write_whole
-    from reshard.rules.rules import Rules
-
-    refuse_existing(output, overwrite=overwrite)
-    refuse_inputs([output], [file])
-    data = Rules.read(file).inverted().data()
-    write_whole(output, yaml.safe_dump(data, sort_keys=False, allow_unicode=True).encode())
-    wrote()

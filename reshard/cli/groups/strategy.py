@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -11,14 +10,13 @@ import reshard
 from reshard.cli.commands import Command, Group, option
 from reshard.cli.options import (
     drop_option,
-    iteration_option,
     json_option,
     output_file_option,
     overwrite_file_option,
     raw_option,
     source_options,
 )
-from reshard.cli.terminal import print_json, print_text, say, say_warnings, wrote
+from reshard.cli.terminal import print_json, print_text, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY
 from reshard.core.model.holdings import strategy_of
 from reshard.core.storage.places import as_place
@@ -145,10 +143,11 @@ class _Make(Command):
     "make",
     cls=_Make,
     epilog="""
-Example:
+Examples:
 
   reshard strategy make rules.yaml -o dst_strategy.ckpt \\
       --like src_checkpoints --source-strategy src_strategy.ckpt
+  reshard strategy make --like output/checkpoint -o strategy.ckpt
 
 Without arguments it prints rules with comments, to begin with:
 
@@ -156,15 +155,15 @@ Without arguments it prints rules with comments, to begin with:
 """,
     short_help="Make a strategy file without compiling the network.",
 )
-@click.argument("rules", type=READ)
+@click.argument("rules", type=READ, required=False)
 @option(
     "--like",
     under="Source",
     in_short_help=True,
-    type=READ,
+    type=READ_PLACE,
     required=True,
     metavar="CHECKPOINT",
-    help="The checkpoint that has the tensors' names, shapes and dtypes.",
+    help="The checkpoint that has the tensors' names, shapes and dtypes. Without RULES also their layouts.",
 )
 @source_options
 @_output
@@ -176,30 +175,77 @@ Without arguments it prints rules with comments, to begin with:
     is_flag=True,
     help="Leave out optimizer states, which a network for prediction lacks.",
 )
+@drop_option("Without RULES: tensors that are left out of the strategy. May be repeated.")
 def make_strategy(
-    rules: Path,
-    like: Path,
+    rules: Path | None,
+    like: Place,
     opening: OpenOptions,
     output: Path,
     overwrite: bool,
     predict: bool,
+    drop: tuple[str, ...],
 ) -> None:
     """Make a strategy file from RULES, a YAML file, without compiling the network.
 
     Tensors that no rule matches are whole on every device of a stage; optimizer states go with their weights. The
     training's state (global_step and the like), and what the source strategy does not name, is left out unless a rule
     gives it a layout.
+
+    Without RULES it is the strategy of the checkpoint itself, which must say which rank holds which block, as a
+    Checkpoint 2.0 does, and what reshard wrote.
     """
     from reshard.core.model.holdings import strategy_by_rules
     from reshard.formats.open import files_read
 
+    if (rules and drop) or (rules is None and predict):
+        which, what = ("--drop", "its own layouts") if drop else ("--predict", "RULES")
+        raise UsageError(f"{which} is for {what} of a checkpoint", code="no-effect", hint=f"leave {which} out")
     refuse_existing(output, overwrite=overwrite)
-    checkpoint = open_checkpoint(like, **vars(opening))
+    if rules is None:
+        _refuse_unknown_layout(like, opening)
+    checkpoint = open_checkpoint(like, **vars(opening), **({} if rules else {"contents": False}))
     refuse_inputs([output], files_read(like, checkpoint.files), "one of the files of the checkpoint")
-    result = strategy_by_rules(as_place(rules), checkpoint, predict=predict)
-    say_warnings(_uncut(rules, result, checkpoint))
+    if rules is None:
+        result = strategy_of(checkpoint, drop=drop)
+        say_warnings([*checkpoint.warnings, *_unread_by_mindspore(result, output)])
+    else:
+        result = strategy_by_rules(as_place(rules), checkpoint, predict=predict)
+        say_warnings(_uncut(rules, result, checkpoint))
     reshard.write_strategy(result, output)
     _say_written(result, output)
+
+
+def _refuse_unknown_layout(checkpoint: Place, opening: OpenOptions) -> None:
+    """Refuse a checkpoint that does not say itself which rank holds which block.
+
+    Raises:
+        SourceError: its ledger does, and a file changed since.
+        UsageError: nothing says it.
+    """
+    from reshard.formats.open import is_described, ledger_layout
+    from reshard.formats.ranks.reader import changed_text
+
+    if not checkpoint.is_dir() or is_described(checkpoint):
+        return
+    is_known, change = ledger_layout(checkpoint, opening.cipher)
+    if change:
+        raise SourceError(changed_text(checkpoint, change), code="source-changed")
+    if not is_known:
+        raise UsageError(
+            f"{checkpoint} does not say which rank holds which block", code="no-strategy",
+            facts=["a Checkpoint 2.0 does, and what reshard wrote with a strategy"], hint="add RULES",
+        )  # fmt: skip
+
+
+def _unread_by_mindspore(result: Strategy, output: Path) -> list[str]:
+    """Return a warning if a JSON file would have nested layouts, which MindSpore 2.10 does not read."""
+    nested = [
+        name for name, (placed, *_) in result.tensors.items() if any(len(axes) > 1 for axes in placed.layout.tensor_map)
+    ]
+    if not nested or output.suffix != ".json":
+        return []
+    advice = "MindSpore 2.10 does not read such JSON; give a name that does not end with .json for it"
+    return [f"{output}: has nested layouts, as that of {nested[0]}; {advice}"]
 
 
 def _uncut(rules: Path, result: Strategy, checkpoint: Checkpoint) -> list[str]:
@@ -212,57 +258,6 @@ def _uncut(rules: Path, result: Strategy, checkpoint: Checkpoint) -> list[str]:
     threshold = top.get("parallel_optimizer_threshold", 64)
     text = f"optimizer_parallel cut nothing: it cuts weights of {threshold} KB or more (parallel_optimizer_threshold), "
     return [f"{text}if devices that hold copies can share their rows; the largest has {bytes_text(largest)}"]
-
-
-@strategy.command(
-    "from-checkpoint",
-    epilog="""
-Example, from a Checkpoint 2.0 to rank directories that MindSpore's tools read:
-
-  reshard strategy from-checkpoint output/checkpoint -o strategy.ckpt
-  reshard convert output/checkpoint ranks --to ckpt --target-strategy strategy.ckpt
-""",
-    short_help="Write the strategy file of a checkpoint that has none.",
-)
-@click.argument("checkpoint", type=READ_PLACE)
-@iteration_option
-@drop_option("Tensors that are left out of the strategy. May be repeated.")
-@_output
-@overwrite_file_option
-def strategy_from_checkpoint(
-    checkpoint: Place, iteration: int | None, drop: tuple[str, ...], output: Path, overwrite: bool
-) -> None:
-    """Write the strategy file of CHECKPOINT, which says itself which rank holds which block: a Checkpoint 2.0.
-
-    What every rank has of the training's state (global_step and the like) is left out, as by MindSpore. Optimizer
-    parallel is in nested layouts, which MindSpore 2.10 does not read from JSON. Of what reshard wrote it is the
-    strategy in the ledger there.
-    """
-    from reshard.formats.open import files_read, is_described, ledger_layout
-    from reshard.formats.ranks.reader import changed_text
-
-    refuse_existing(output, overwrite=overwrite)
-    if checkpoint.is_dir() and not is_described(checkpoint):
-        is_known, change = ledger_layout(checkpoint)
-        if change:
-            raise SourceError(changed_text(checkpoint, change), code="source-changed")
-        if not is_known:
-            raise UsageError(
-                f"{checkpoint} does not say which rank holds which block", code="no-strategy",
-                facts=["a Checkpoint 2.0 does, and what reshard wrote with a strategy"],
-            )  # fmt: skip
-    opened = open_checkpoint(checkpoint, iteration=iteration, contents=False)
-    refuse_inputs([output], files_read(checkpoint, opened.files), "one of the files of the checkpoint")
-    say_warnings(opened.warnings)
-    result = strategy_of(opened, drop=drop)
-    reshard.write_strategy(result, output)
-    nested = [
-        name for name, (placed, *_) in result.tensors.items() if any(len(axes) > 1 for axes in placed.layout.tensor_map)
-    ]
-    if nested and output.suffix == ".json":
-        advice = "MindSpore 2.10 does not read such JSON; give a name that does not end with .json for it"
-        say_warnings([f"{output}: has nested layouts, as that of {nested[0]}; {advice}"])
-    _say_written(result, output)
 
 
 @strategy.command(
@@ -349,44 +344,6 @@ def _diff_data(diff: Diff) -> dict[str, object]:
         "blocks": changes(diff.blocks),
         "fields": changes(diff.fields),
     }
-
-
-@strategy.command(
-    "check",
-    epilog="""
-Example:
-
-  reshard strategy check src_strategy.ckpt src_checkpoints
-  reshard strategy check dst_strategy.ckpt src_checkpoints \\
-      --source-strategy src_strategy.ckpt
-""",
-    short_help="Check that a strategy fits a checkpoint.",
-)
-@click.argument("strategy_file", type=STRATEGY, metavar="STRATEGY")
-@click.argument("checkpoint", type=READ)
-@source_options
-def check_strategy(strategy_file: Path, checkpoint: Path, opening: OpenOptions) -> None:
-    """Check that every layout of STRATEGY fits the tensors of CHECKPOINT: names, shapes, sizes that divide.
-
-    With --source-strategy, or for a file of whole tensors, STRATEGY is that of a target to be made from CHECKPOINT;
-    else it is CHECKPOINT's own.
-    """
-    from reshard.formats.open import read_headers
-    from reshard.strategy.diff import check
-    from reshard.view.text import count_text, looked_text
-
-    checked = reshard.read_strategy(strategy_file)
-    is_own = opening.strategy is None and len(set(read_headers(checkpoint, **opening.of_files).ranks)) > 1
-    try:
-        opened = open_checkpoint(checkpoint, **vars(replace(opening, strategy=checked) if is_own else opening))
-    except SourceError as error:
-        if is_own:
-            error.add_note("if STRATEGY is that of a target to be made from CHECKPOINT, add --source-strategy")
-        raise
-    say_warnings([*opened.warnings, *check(checked, opened)])
-    print_text(f"{printable(strategy_file)} fits {printable(checkpoint)}: {count_text(len(checked.tensors), 'tensor')}")
-    if sampled := looked_text(opened.opening.looked):
-        say(f"sampled: {sampled}")
 
 
 def _say_written(written: Strategy, output: Path) -> None:
