@@ -44,7 +44,6 @@ _HOMES = {
     "Plan": "api.plans",
     "PlanError": "errors",
     "Progress": "core.run.settings",
-    "read_layouts": "api.choices",
     "read_manifest": "core.verify.manifest",
     "read_object": "api.checkpoints",
     "read_plan": "api.plans",
@@ -118,7 +117,6 @@ __all__ = [
     "merge_strategies",
     "open",
     "plan",
-    "read_layouts",
     "read_manifest",
     "read_object",
     "read_plan",
@@ -134,7 +132,6 @@ __all__ = [
 if TYPE_CHECKING:
     from reshard.api.averages import average
     from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
-    from reshard.api.choices import read_layouts
     from reshard.api.comparing import diff
     from reshard.api.conversions import convert
     from reshard.api.demos import demo

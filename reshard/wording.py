@@ -45,7 +45,6 @@ PYTHON = Words(
         "cast": ("cast", "cast={{{!r}: {!r}}}"),
         "key": _CIPHER,
         "layout": ("layout", "layout={{{!r}: {!r}}}"),
-        "layouts_of": ("target=reshard.read_layouts(...)",),
         "let": ("let={{{!r}: N}}",),
         "lora_alpha": ("alpha=... to reshard.LoRA",),
         "lora_tied": ("tied={!r} to reshard.LoRA",),

@@ -26,7 +26,6 @@ class TargetOptions:
 
     to: str | None = None
     target_strategy: Strategy | Arrangement | AnyName | None = None
-    layouts_of: AnyName | None = None
     ranks: Iterable[int] | None = None
     target_stage: int | None = None
     remove_redundancy: bool = False

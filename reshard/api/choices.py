@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from reshard.arguments import checked
-from reshard.core.format import formats, targets
+from reshard.core.format import find, targets
 from reshard.core.layout.arrangement import Arrangement
+from reshard.core.listing import Listing
 from reshard.core.plan.inputs import Selection, derived
 from reshard.core.plan.select import select
 from reshard.core.runs import iteration_at
 from reshard.core.storage.places import as_place
-from reshard.errors import Option, SourceError, Text, UsageError
+from reshard.errors import Option, Text, UsageError
 from reshard.messages import warn
 from reshard.rules.lora import LoRA
 from reshard.strategy.files import read_strategy
@@ -78,7 +78,7 @@ def target_of(
 ) -> Strategy | Arrangement | None:
     """Return the strategy of a target.
 
-    A path is read: a strategy, or rules that are applied to the selected tensors.
+    A path is read: a strategy, rules that are applied to the selected tensors, or the metadata of a checkpoint.
 
     Raises:
         UsageError: the target is neither a strategy nor a path.
@@ -93,7 +93,7 @@ def target_of(
         raise UsageError(f"target is a {kind}; expected a strategy or its file", code="not-a-strategy") from None
     refuse_format(target, Text("give it as ", Option("to", str(target))))
     if path.suffix not in {".yaml", ".yml"}:
-        return read_strategy(path)
+        return _layouts_of(path) or read_strategy(path)
     from reshard.core.model.holdings import strategy_by_rules  # seldom
 
     selection = selection or Selection()
@@ -168,25 +168,9 @@ def carried_out(
     return run_plan(plan, conversion.directory or target, options, progress)
 
 
-@checked
-def read_layouts(path: AnyName) -> Arrangement:
-    """Return the arrangement of a checkpoint whose metadata say how its tensors are cut, as a Checkpoint 2.0's do.
-
-    Args:
-        path: its directory, or a run directory, whose last iteration is used; only metadata are read.
-
-    Raises:
-        reshard.SourceError: the metadata are missing, or not valid.
-
-    >>> options = {"source_strategy": "src_strategy.ckpt", "target_strategy": "dst_strategy.ckpt"}
-    >>> report = reshard.convert("src_checkpoints", "run", to="checkpoint2", step=4, **options)
-    >>> len(reshard.read_layouts("run").tensors)
-    15
-    """
-    directory = iteration_at(as_place(path))
-    if not directory.is_dir():
-        raise SourceError(f"no such directory: {directory}", code="not-found")
-    found = next((layouts for each in formats() if (layouts := each.layouts(directory))), None)
-    if found is None:
-        raise SourceError(f"{directory} does not say how its tensors are cut", code="not-a-checkpoint")
-    return found
+def _layouts_of(path: Place) -> Arrangement | None:
+    """Return how the tensors of a checkpoint are cut, by its metadata alone; None if the path is of a strategy."""
+    if not path.is_dir():
+        return None
+    directory = iteration_at(path)
+    return find(Listing(directory)).format.layouts(directory)

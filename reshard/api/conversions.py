@@ -38,7 +38,6 @@ def convert(
     to: str | None = None,
     source_strategy: Strategy | AnyName | None = None,
     target_strategy: Strategy | AnyName | None = None,
-    layouts_of: AnyName | None = None,
     same_ranks: bool = False,
     ranks: Iterable[int] | None = None,
     stage: int | None = None,
@@ -77,8 +76,7 @@ def convert(
             `orbax`, of JAX; `zarr`, a store. By default the one that the target's name implies, else the source's.
         source_strategy: which rank of the source holds which block: a strategy, or a strategy file.
         target_strategy: which rank of the target holds which block: a strategy, a strategy file, or rules (`.yaml`);
-            None for whole tensors.
-        layouts_of: `checkpoint2` and `dcp`: cut the tensors as in this Checkpoint 2.0.
+            None for whole tensors. For `checkpoint2` and `dcp` also a checkpoint that is cut as the target shall be.
         same_ranks: `safetensors` and `ckpt`: convert each rank's file as it is cut; only the format changes. The
             default if the sharding of the source is unknown, and for one file.
         ranks: only these ranks of the target.
@@ -128,7 +126,7 @@ def convert(
         allow_missing=allow_missing, rules=rules, lora=lora,
     )  # fmt: skip
     options = TargetOptions(
-        to=to, target_strategy=target_strategy, layouts_of=layouts_of, ranks=ranks, target_stage=stage,
+        to=to, target_strategy=target_strategy, ranks=ranks, target_stage=stage,
         remove_redundancy=remove_redundancy, link_replicas=link_replicas, same_ranks=same_ranks,
         of_format=given_options(of_format, "convert"), memory=size_of(memory, "memory"), target_cipher=target_cipher,
     )  # fmt: skip

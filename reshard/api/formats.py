@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.core.options import OptionField, Options
     from reshard.core.storage.places import AnyName, Place
 
-CUT = ("layouts_of", "target_strategy", "ranks", "target_stage", "remove_redundancy", "link_replicas")
+CUT = ("target_strategy", "ranks", "target_stage", "remove_redundancy", "link_replicas")
 """Options for the ranks of the target, which formats of whole tensors do not take."""
 
 _FOREIGN = {".npz", ".npy", ".pt", ".pth", ".bin", ".h5", ".pkl", ".json", ".gguf", ".onnx", ".zip", ".tar", ".gz"}
@@ -66,8 +66,6 @@ def like(checkpoint: Checkpoint) -> Format:
 
 def takes(format_: Format, option: str) -> bool:
     """Return whether a target of a format takes an option, by the name of the option."""
-    if option == "layouts_of":
-        return format_.takes_layouts
     if option in CUT:
         return not format_.whole
     if option == "same_ranks":

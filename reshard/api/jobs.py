@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.api.choices import read_layouts, target_of
+from reshard.api.choices import target_of
 from reshard.api.formats import (
     CUT,
     check_options,
@@ -230,13 +230,8 @@ def _refuse_misfits(options: TargetOptions, to: Format) -> None:
         UsageError: there are such options; the message names them.
     """
     check_options(to, options.given([*CUT, "same_ranks", *options.of_format]))
-    if options.layouts_of and options.target_strategy:
-        raise UsageError(
-            Text(Option("layouts_of"), " and ", Option("target_strategy"), " both say how tensors are cut"),
-            code="conflicting-options", hint="leave one out",
-        )  # fmt: skip
     for field in option_fields(to.options):
-        if field.whole and field.option in options.of_format and (options.layouts_of or options.target_strategy):
+        if field.whole and field.option in options.of_format and options.target_strategy:
             raise UsageError(
                 Text(Option(field.option), " is for whole tensors; ranks have one file each"),
                 code="option-of-another-format", hint=Text("leave ", Option(field.option), " out"),
@@ -405,11 +400,12 @@ def planned(
         files: the options of a format, or another way to lay out the files.
         encoding: the format of these files.
     """
-    layout: Strategy | Arrangement | None
-    if options.layouts_of is not None:
-        layout = read_layouts(options.layouts_of)
-    else:
-        layout = target_of(options.target_strategy, checkpoint, selection)
+    layout = target_of(options.target_strategy, checkpoint, selection)
+    if isinstance(layout, Arrangement) and to is not None and not to.takes_layouts:
+        raise UsageError(
+            f"{options.target_strategy} is a checkpoint, and a target of format {to.name} needs a strategy",
+            code="needs-strategy", hint=f"reshard strategy make --like {options.target_strategy} -o FILE makes one",
+        )  # fmt: skip
     if to is not None:
         files, encoding = options_of(to, options.of_format, name), to.encoding or None
     return make_plan(

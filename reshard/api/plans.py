@@ -81,7 +81,7 @@ def plan(
     Args:
         source: the checkpoint to convert, as `reshard.open` returns it.
         target: which rank is to hold which block: a strategy, a strategy file, or rules (`.yaml`); None for whole
-            tensors. For a Checkpoint 2.0 and a DCP also the result of `reshard.read_layouts`.
+            tensors. For a Checkpoint 2.0 and a DCP also a checkpoint that is cut as the target shall be.
         format: `safetensors` or `ckpt`, files of ranks; `hf` or `mindspore`, a set of whole tensors; `dcp`, of PyTorch;
             `checkpoint2`, of MindSpore Transformers; `deepspeed-universal`, of DeepSpeed; `orbax`, of JAX;
             `zarr`, a store. By default ckpt if all files of the source are .ckpt, else safetensors.

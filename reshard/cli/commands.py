@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from itertools import pairwise, takewhile
@@ -32,7 +32,7 @@ from reshard.cli.terminal import (
     wrapped_page,
 )
 from reshard.environment import refuse_unknown
-from reshard.errors import UsageError
+from reshard.errors import StrategyError, UsageError
 from reshard.spelling import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -263,8 +263,11 @@ def refuse_to_write(outputs: Sequence[Any]) -> None:
         from reshard.strategy.files import strategy_files
 
         meta = click.get_current_context().meta
-        strategies = [strategy_files(path) if path.is_dir() else [path] for path in meta.get(STRATEGIES, ())]
-        refuse_inputs(outputs, [*meta.get(INPUTS, ()), *(file for files in strategies for file in files)])
+        inputs = [*meta.get(INPUTS, ())]
+        for path in meta.get(STRATEGIES, ()):
+            with suppress(StrategyError):  # a checkpoint that says how it is cut has no such files
+                inputs += strategy_files(path) if path.is_dir() else [path]
+        refuse_inputs(outputs, inputs)
 
 
 def _write_lines(text: str | None, formatter: click.HelpFormatter) -> None:

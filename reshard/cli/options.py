@@ -17,7 +17,6 @@ from reshard.cli.commands import GroupedOption, option, record
 from reshard.cli.terminal import JSON
 from reshard.cli.values import (
     READ,
-    READ_PLACE,
     STRATEGY_PLACE,
     WRITE,
     WRITE_PLACE,
@@ -53,6 +52,10 @@ _source, _target, _running, _output = (
 )
 _NUMBER: dict[str, Any] = {"type": click.IntRange(min=0), "metavar": "N"}
 _SIZE: dict[str, Any] = {"callback": size, "metavar": "SIZE"}
+
+
+def _named(formats: Iterable[Format]) -> str:
+    return ", ".join(each.name for each in formats)
 
 
 # --- output -----------------------------------------------------------------------------------------------------
@@ -245,7 +248,8 @@ source_strategy_option = _source(
 )  # fmt: skip
 target_strategy_option = _target(
     "--target-strategy", in_short_help=True, type=STRATEGY_PLACE, metavar="STRATEGY",
-    help="Strategy file or rules (.yaml) of the target. Without it, there is one rank of whole tensors.",
+    help="Strategy file or rules (.yaml) of the target. Without it, there is one rank of whole tensors. "
+    f"{_named(each for each in targets() if each.takes_layouts)}: also a checkpoint that is cut as TARGET shall be.",
 )  # fmt: skip
 
 
@@ -319,10 +323,6 @@ def _target_of(*, target_cipher: Cipher | None, encryption: str | None, **values
     return TargetOptions(target_cipher=cipher, of_format=given, **values)
 
 
-def _named(formats: Iterable[Format]) -> str:
-    return ", ".join(each.name for each in formats)
-
-
 def _option_of_formats(name: str, fields: Sequence[tuple[Format, OptionField]]) -> GroupedOption:
     """Return an option that some formats take, with their help."""
     field = fields[0][1]
@@ -343,11 +343,6 @@ target_options = record(
         "--to", in_short_help=True, type=ToType(), metavar="FORMAT",
         help=f"{_named(targets())}, or one of a package; `reshard formats` says what they are, and which options they "
         "take.  [default: as TARGET is named, else as SOURCE]",
-    ),
-    _target(
-        "--layouts-of", type=READ_PLACE, metavar="CHECKPOINT",
-        help=f"{_named(each for each in targets() if each.takes_layouts)}: cut the tensors as in this checkpoint, "
-        "of which the metadata are enough, in place of --target-strategy.",
     ),
     *_OF_FORMATS,
     _target(

@@ -66,7 +66,7 @@ def plan(
     Args:
         source: the checkpoint to convert.
         target: the blocks that each rank will hold; None for one rank of whole tensors. For a Checkpoint 2.0 also the
-            result of `reshard.read_layouts`.
+            arrangement of another checkpoint.
         format: `safetensors` or `ckpt`; by default the source's, or safetensors if that is mixed or zarr. `zarr`
             for one group of whole tensors, without a target strategy; `dcp` for a distributed checkpoint of PyTorch;
             `deepspeed-universal` for a Universal Checkpoint of DeepSpeed. A checkpoint of Orbax is a zarr group.
