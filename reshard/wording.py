@@ -47,6 +47,7 @@ PYTHON = Words(
         "layout": ("layout", "layout={{{!r}: {!r}}}"),
         "let": ("let={{{!r}: N}}",),
         "lora_alpha": ("alpha=... to reshard.LoRA",),
+        "iteration": ("step", "step={}"),
         "lora_tied": ("tied={!r} to reshard.LoRA",),
         "memory": ("memory=...", "memory={:_}"),
         "model_config": ("config=...",),
@@ -60,7 +61,7 @@ PYTHON = Words(
 
 _SIDED = {
     "source": {"key", "strategy"},
-    "target": {"iteration", "key", "layout", "partial", "rank_pattern", "stage", "strategy", "suffix"},
+    "target": {"key", "layout", "stage", "strategy"},
 }  # options that have names of their own for a side, if a call has both
 
 

@@ -166,7 +166,7 @@ class Plan:
 
     >>> [name for name in dir(Plan) if name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['dropped', 'explain_memory', 'format', 'graph', 'left_out', 'missing', 'picture', 'rank', 'ranks', 'run', 'save',
+    ['dropped', 'format', 'graph', 'left_out', 'missing', 'picture', 'rank', 'ranks', 'run', 'save',
      'stats', 'to_dataframe', 'warnings']
     """
 
@@ -210,13 +210,6 @@ class Plan:
     def warnings(self) -> tuple[str, ...]:
         """Warnings, those from opening the source included."""
         return self._record.warnings
-
-    def explain_memory(self) -> dict[str, int]:
-        """Return the parts of the predicted peak memory in bytes.
-
-        Their sum is `stats.peak_memory`.
-        """
-        return self._record.explain_memory()
 
     @checked
     def rank(self, rank: int) -> RankArrays:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from reshard.cli.commands import RootGroup, option
-from reshard.cli.options import json_option, raw_option, source_options
+from reshard.cli.options import json_option, source_options
 from reshard.cli.selection import rules_options
 from reshard.cli.terminal import (
     OWN_PROCESS,
@@ -156,7 +156,6 @@ name that a spreadsheet would take for a formula has an apostrophe in front.
     metavar="[NAME]",
     help="Draw which ranks hold which block: of this tensor, or of all.",
 )
-@raw_option
 @json_option
 @option(
     "--csv",
@@ -173,7 +172,6 @@ def inspect(
     match: tuple[str, ...],
     sort: str | None,
     picture: str | None,
-    raw: bool,
     as_json: bool,
     as_csv: bool,
 ) -> None:
@@ -238,7 +236,7 @@ def inspect(
             else rank_files_data(parts, warnings)
         )
     elif whole:
-        print_text(checkpoint_text(parts[0], sort=sort, width=width(), raw=raw))
+        print_text(checkpoint_text(parts[0], sort=sort, width=width()))
     else:
         print_text(rank_files_text(parts, sort=sort, width=width()))
 

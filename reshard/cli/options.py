@@ -72,7 +72,6 @@ json_option = _output(
     "--json", "as_json", in_short_help=True, is_flag=True, is_eager=True, callback=remember_json,
     help="Print one JSON object; its keys: --help-all.",
 )  # fmt: skip
-raw_option = _output("--raw", is_flag=True, help="Show device matrices and tensor maps, as strategy files have them.")
 quiet_option = _output("-q", "--quiet", in_short_help=True, is_flag=True, help="Print nothing but errors.")
 verbose_option = _output("-v", "--verbose", in_short_help=True, is_flag=True, help="Print all details.")
 
@@ -191,56 +190,38 @@ def drop_option(text: str) -> GroupedOption:
     return option("--drop", under="Tensors", multiple=True, metavar="GLOB", help=text)
 
 
-class _OpeningOption(NamedTuple):
-    """An option of opening a checkpoint: for SOURCE, and for TARGET if both are opened."""
-
-    source: GroupedOption
-    target: GroupedOption
-
-
 def opening_flag(name: str, side: str = "") -> str:
     """Return the flag of a field of `OpenOptions`.
 
-    >>> opening_flag("layouts"), opening_flag("rank_pattern", "target-")
-    ('--layout', '--target-rank-pattern')
+    >>> opening_flag("layouts"), opening_flag("stage", "target-")
+    ('--layout', '--target-stage')
     """
-    return f"--{side}{name.removesuffix('s').replace('_', '-')}"
+    return f"--{side}{_FLAGS.get(name, name.replace('_', '-'))}"
 
 
-def _opening(name: str, **attrs: Any) -> _OpeningOption:
-    source, target = opening_flag(name), opening_flag(name, "target-")
-    as_source = attrs | {"help": f"As {source}, for TARGET."}
-    return _OpeningOption(_source(source, name, **attrs), _target(target, f"target_{name}", **as_source))
+_FLAGS = {"layouts": "layout", "iteration": "step"}
 
-
-_RANK_PATTERN = _opening(
-    "rank_pattern", metavar="PATTERN", default=OpenOptions().rank_pattern, show_default=True,
-    help="Where a rank's files are below SOURCE, such as 'node{rank}/*.ckpt'.",
-)  # fmt: skip
-_SUFFIX = _opening(
-    "suffix", metavar="SUFFIX",
-    help="If a rank's directory has several checkpoints, take the one whose name ends with this.",
-)  # fmt: skip
-_ITERATION = _opening(
-    "iteration", **_NUMBER,
-    help="Which checkpoint of a run's directory; by default the one that the run names as its last.",
-)  # fmt: skip
+_LAYOUT: dict[str, Any] = {"multiple": True, "metavar": "NAME=RULE", "callback": layout_rules}
 _OPENING = (
-    _RANK_PATTERN,
-    _SUFFIX,
-    _opening(
-        "layouts", multiple=True, metavar="NAME=RULE", callback=layout_rules,
+    _source(
+        "--rank-pattern", metavar="PATTERN", default=OpenOptions().rank_pattern, show_default=True,
+        help="Where a rank's files are below SOURCE, such as 'node{rank}/*-5_2.ckpt'.",
+    ),
+    _source(
+        "--layout", "layouts", **_LAYOUT,
         help="How the tensors of this name (or glob) are cut, in place of what the strategy says: whole, copy (every "
-        "rank has a value of its own), split:DIM, DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1, or as `inspect "
-        "--raw` shows it. May be repeated.",
+        "rank has a value of its own), split:DIM, or DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1. May be "
+        "repeated.",
     ),
-    _opening(
-        "stage", **_NUMBER, help="Only this stage of a pipeline source; with --source-strategy of that stage or of all."
+    _source(
+        "--stage", **_NUMBER, help="Only this stage of a pipeline source; with --source-strategy of that stage or of all."
     ),
-    _ITERATION,
-    _opening("partial", is_flag=True, help="The source may lack ranks, but not the blocks that are needed."),
+    _source(
+        "--step", "iteration", **_NUMBER,
+        help="Which checkpoint of a run's directory; by default the one that the run names as its last.",
+    ),
+    _source("--partial", is_flag=True, help="The source may lack ranks, but not the blocks that are needed."),
 )  # fmt: skip
-suffix_option, rank_pattern_option, iteration_option = _SUFFIX.source, _RANK_PATTERN.source, _ITERATION.source
 
 source_strategy_option = _source(
     "--source-strategy", in_short_help=True, type=STRATEGY_PLACE, metavar="STRATEGY",
@@ -281,9 +262,7 @@ def _openings_of(*, strategies: tuple[Place, ...], **values: Any) -> Openings:
     return Openings(strategies, OpenOptions(**values))
 
 
-source_options = record(
-    "opening", _opening_of, source_strategy_option, *(opening.source for opening in _OPENING), key_option
-)
+source_options = record("opening", _opening_of, source_strategy_option, *_OPENING, key_option)
 """Adds the options of opening the source."""
 average_source_options = record(
     "openings", _openings_of,
@@ -292,7 +271,7 @@ average_source_options = record(
         help="Strategy file, or a directory of them, for all sources that need one. May be repeated: one for each of "
         "these sources, in order.",
     ),
-    *(opening.source for opening in _OPENING), key_option,
+    *_OPENING, key_option,
 )  # fmt: skip
 """Adds the options of opening several sources, and passes their `Openings`."""
 opened_target_options = record(
@@ -305,7 +284,8 @@ opened_target_options = record(
         metavar="STRATEGY",
         help="Strategy file of TARGET. Without it, the one in its ledger, if it has any.",
     ),
-    *(opening.target for opening in _OPENING),
+    _target("--target-layout", "target_layouts", **_LAYOUT, help="As --layout, for TARGET."),
+    _target("--target-stage", **_NUMBER, help="As --stage, for TARGET."),
     target_key_option,
 )
 """Adds the options of opening a target."""
@@ -352,14 +332,12 @@ target_options = record(
         "SOURCE is one file. No strategy is needed.  [default: if nothing says how SOURCE was sharded, and --to is "
         "given]",
     ),
-    _target("--ranks", callback=rank_list, metavar="LIST", help="Only these ranks of the target, such as 0,3-5."),
+    _target(
+        "--ranks", callback=rank_list, metavar="LIST",
+        help="Only these ranks of the target, such as 0,3-5. With the strategy of one stage: its ranks.",
+    ),
     _target(
         "--remove-redundancy", is_flag=True, help="Store each block on one of the ranks that would hold it."
-    ),
-    _target("--link-replicas", is_flag=True, help="Make equal target files links to one file."),
-    _target(
-        "--target-stage", **_NUMBER,
-        help="Only the ranks of this stage of a pipeline target; with --target-strategy of that stage or of all.",
     ),
     memory_option,
     target_key_option,

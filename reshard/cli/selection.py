@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from reshard.cli.commands import option, record
 from reshard.cli.options import drop_option
 from reshard.cli.values import READ, READ_PLACE, dtype_casts, numbers, read_name_map
 from reshard.core.plan.inputs import Selection
 from reshard.errors import UsageError
-from reshard.rules.lora import TIED, LoRA
+from reshard.rules.lora import LoRA
 
 if TYPE_CHECKING:
     from reshard.core.storage.places import Place
@@ -64,13 +62,14 @@ rules_options = record("rules", read_rules, *_RULES)
 """Adds the options for rules, and passes the parsed rules as `rules`."""
 
 
-def _adapter(root: Place | None, alpha: float | None, tied: str | None) -> LoRA | None:
+def _adapter(root: Place | None, alpha: float | None) -> LoRA | None:
     """Return the LoRA adapter that the options give, or None."""
     if root is not None:
-        return LoRA(str(root), alpha, tied or "")
-    if alpha is not None or tied:
-        name = "--lora-tied" if alpha is None else "--lora-alpha"
-        raise UsageError(f"{name} is for an adapter, and there is none", code="missing-option", hint="add --lora DIR")
+        return LoRA(str(root), alpha)
+    if alpha is not None:
+        raise UsageError(
+            "--lora-alpha is for an adapter, and there is none", code="missing-option", hint="add --lora DIR"
+        )
     return None
 
 
@@ -81,12 +80,11 @@ def _selection_of(
     let: dict[str, int],
     lora: Place | None,
     lora_alpha: float | None,
-    lora_tied: str | None,
     casts: dict[str, str],
     **values: Any,
 ) -> Selection:
     loaded = read_rules(rules, model_config, let)
-    return Selection(cast=casts, rules=loaded, lora=_adapter(lora, lora_alpha, lora_tied), **values)
+    return Selection(cast=casts, rules=loaded, lora=_adapter(lora, lora_alpha), **values)
 
 
 selection_options = record(
@@ -118,11 +116,6 @@ selection_options = record(
     _tensors(
         "--lora-alpha", type=float, metavar="N",
         help="The adapter's alpha, in place of lora_alpha in its adapter_config.json.",
-    ),
-    _tensors(
-        "--lora-tied", type=click.Choice(TIED),
-        help="If the adapter changes one of two tied weights, such as lm_head and embed_tokens: change both, as "
-        "PEFT's merge_and_unload does, or untie them, as they were trained.",
     ),
     *_RULES,
     drop_option("Weights that the target may lack; with --rules, tensors that no rule names. May be repeated."),

@@ -46,7 +46,6 @@ class Checking:
     deduplicated: bool
     independent: bool
     sample: float | None
-    seed: int | None
     manifest: Place | None
     write_manifest: Place | None
     overwrite: bool
@@ -75,13 +74,9 @@ _checking_options = record(
         "--sample", in_short_help=True, callback=share, metavar="SHARE",
         help="Compare only a share of the rows, such as 5%. They are chosen at random, some of every tensor.",
     ),
-    _running(
-        "--seed", type=click.IntRange(min=0), metavar="N", help="Seed of the random choice.  [default: a new one]"
-    ),
     _target(
         "--manifest", in_short_help=True, type=READ_PLACE, metavar="FILE",
-        help="Compare the files of TARGET with the checksums in FILE. Sizes are compared, too; no strategy is needed. "
-        "With --target-partial TARGET may lack some of them.",
+        help="Compare the files of TARGET with the checksums in FILE. Sizes are compared, too; no strategy is needed.",
     ),
     option(
         "--write-manifest", under="Output", in_short_help=True, type=WRITE_PLACE, metavar="FILE",
@@ -154,7 +149,7 @@ which is lora, rules, names, cast or selection; text, tensors: how many, detail:
 such as the adapter), note (a remark on the comparison), absent (blocks that no
 file has), linked (tensors in files that both sides share, which cannot be
 compared), linked_summed_bytes (of these files, compared with their checksums),
-ranks, files, tensors, copies, bytes_read, total_bytes, sample, seed,
+ranks, files, tensors, copies, bytes_read, total_bytes, sample,
 seconds, dropped, left_out, warnings, unchecked (what was not checked),
 independent (how many files of TARGET the safetensors library read), and
 differences: kind (values, missing, extra, dtype, shape, text, note, object;
@@ -225,12 +220,12 @@ def verify(
     ):
         verify_target = partial(
             verified, cipher=target_opening.cipher, source_cipher=opening.cipher, independent=checking.independent,
-            sample=checking.sample, seed=checking.seed, memory=checking.memory, threads=checking.threads, client=client,
+            sample=checking.sample, memory=checking.memory, threads=checking.threads, client=client,
             progress=callback,
         )  # fmt: skip
         verification: Verification
         if manifest is not None:
-            verification = verify_target(target, manifest=manifest, partial=target_opening.partial)
+            verification = verify_target(target, manifest=manifest)
         elif not has_options:
             verification = verify_target(target)
         else:
@@ -325,13 +320,12 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
 
     refuse_existing(path, overwrite=checking.overwrite)  # before any file is read
     if path.is_there() or as_place(f"{path}.partial").is_there():
-        files = read_headers(target, rank_pattern=opening.rank_pattern, suffix=opening.suffix).files
+        files = read_headers(target, rank_pattern=opening.rank_pattern).files
         advice = "choose another name for the manifest"
         refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
     with options_of("target"), progress(quiet=checking.quiet, words=("reading", "reading")) as callback:
         manifest = make_manifest(
-            target, rank_pattern=opening.rank_pattern, suffix=opening.suffix, threads=checking.threads,
-            progress=callback,
+            target, rank_pattern=opening.rank_pattern, threads=checking.threads, progress=callback,
         )  # fmt: skip
     write_manifest(manifest, path, overwrite=checking.overwrite)
     wrote()

@@ -13,7 +13,6 @@ from reshard.cli.options import (
     json_option,
     output_file_option,
     overwrite_file_option,
-    raw_option,
     source_options,
 )
 from reshard.cli.terminal import print_json, print_text, say_warnings, wrote
@@ -57,7 +56,12 @@ tensors: name, stage, layout.
     short_help="Show ranks, and the tensors of each layout.",
 )
 @click.argument("path", type=STRATEGY, metavar="FILE_OR_DIRECTORY")
-@raw_option
+@option(
+    "--raw",
+    under="Output",
+    is_flag=True,
+    help="Show device matrices and tensor maps, as strategy files have them.",
+)
 @json_option
 def show_strategy(path: Path, raw: bool, as_json: bool) -> None:
     """Show a strategy file, or the merged strategy of a directory of them: ranks, and the tensors of each layout."""

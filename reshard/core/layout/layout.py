@@ -151,8 +151,7 @@ class Layout:
 
         Args:
             rule: `whole` (every rank holds it all), `split:DIM` (evenly over all devices along a dimension), or
-                `DEV_MATRIX:TENSOR_MAP[:OPT_SIZE]` in a strategy file's numbers, nested entries joined by `+`. The text
-                of `str(layout)` is accepted too.
+                `DEV_MATRIX:TENSOR_MAP[:OPT_SIZE]` in a strategy file's numbers, nested entries joined by `+`.
             ndim: dimensions of the tensor.
             devices: ranks in a stage.
 
@@ -163,10 +162,8 @@ class Layout:
         [8] map [-1, 0]
         [2, 2, 2] map [(1, 0), -1] opt -1
         (None, None)
-        >>> Layout.parse("[2, 2, 2] map [(1, 0), -1] opt -1", 2, 8) == Layout.parse("2,2,2:1+0,-1:-1", 2, 8)
-        True
         """
-        kind, *rest = _as_rule(rule).split(":")
+        kind, *rest = rule.split(":")
         try:
             if kind == "whole" and not rest:
                 return whole(ndim, devices)
@@ -416,12 +413,3 @@ def foldings(layout: Layout, shape: Shape, ndim: int) -> list[tuple[Layout, Shap
             open_group = dim in chosen
         candidates.append((replace(layout, tensor_map=tuple(axes)), tuple(sizes)))
     return candidates
-
-
-def _as_rule(text: str) -> str:
-    """Convert the text of `str(layout)` to a rule; return other text unchanged."""
-    match = _SHOWN.fullmatch(text.strip())
-    if not match:
-        return text
-    entries = _NESTED.sub(lambda nested: nested[1].replace(",", "+"), match["map"])
-    return ":".join([match["devices"], entries, *([match["opt"]] if match["opt"] else [])])

@@ -291,13 +291,17 @@ def _restrict_to_stage(
         UsageError: ranks of other stages are requested, or there is no strategy.
     """
     requested = None if ranks is None else tuple(ranks)
-    if stage is None:
-        if isinstance(target, Strategy) and target.others:
-            number = target.stages.start
+    if stage is None and isinstance(target, Strategy) and target.others:
+        if not requested or not set(requested).issubset(target.ranks):
+            own = target.ranks
             raise StrategyError(
-                f"the target strategy covers only stage {number} of a pipeline", code="one-stage",
-                hint=Text(f"give {ALL_STAGES}, or ", Option("target_stage", number), " to write only its ranks"),
+                f"the target strategy covers only stage {target.stages.start} of a pipeline", code="one-stage",
+                hint=Text(
+                    f"give {ALL_STAGES}, or ", Option("ranks", f"{own.start}-{own.stop - 1}"), " to write only its ranks"
+                ),
             )  # fmt: skip
+        stage = target.stages.start
+    if stage is None:
         return target, requested
     if not isinstance(target, Strategy):
         raise UsageError(
