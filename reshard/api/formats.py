@@ -153,10 +153,6 @@ def keyword_of(option: str) -> str:
     return option.removeprefix("target_")
 
 
-def help_of(fields: Iterable[tuple[Format, OptionField]]) -> str:
-    """Return the help of an option that several formats take: those with the same help are named together."""
-    by_text: dict[str, list[str]] = {}
-    for format_, field in fields:
-        text = f"{field.text}  [default: {field.default}]" if field.default else field.text
-        by_text.setdefault(text, []).append(format_.name)
-    return "  ".join(f"{', '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in by_text.items())
+def help_of(field: OptionField) -> str:
+    """Return the help of an option of a format."""
+    return f"{field.text}  [default: {field.default}]" if field.default else field.text

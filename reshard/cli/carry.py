@@ -124,7 +124,7 @@ def _run(plan: Plan, target: Place, running: Running) -> Report:
     """Run a plan, with a progress bar."""
     from reshard.core.run.executor import import_dask
 
-    cluster = running.cluster or running.scheduler
+    cluster = running.cluster
     if requested_cluster(cluster) is None and click.get_current_context().obj is OWN_PROCESS:
         import_dask()
     from reshard.core.run.run import run

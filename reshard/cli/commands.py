@@ -13,6 +13,7 @@ from functools import wraps
 from importlib import import_module
 from itertools import pairwise, takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
@@ -75,13 +76,37 @@ _ADVICE = {
     "make": "`reshard strategy make` makes a strategy file",
     "reshard shard split": "`reshard convert` with --target-strategy cuts tensors",
 }
+_FORMER = {
+    "drop-cache fsync no-drop-cache no-fsync no-server-copy": "--tune NAME=VALUE, such as --tune fsync=no",
+    "from-checkpoint": "`reshard strategy make --like CHECKPOINT -o FILE`",
+    "invert": "rules work both ways as they are",
+    "iteration": "--step N chooses a checkpoint of a run",
+    "layouts-of": "--target-strategy takes a checkpoint, too",
+    "link-replicas": "leave it out; --remove-redundancy stores each block once",
+    "lora-tied": "in Python, reshard.LoRA(DIR, tied='both') or 'untie'",
+    "raw": "`reshard strategy show FILE --raw` shows device matrices and tensor maps",
+    "scheduler": "--cluster threads or --cluster ADDRESS",
+    "seed": "leave it out; each sample is chosen anew",
+    "shard-size": "leave it out; small chunks share files of 64 MiB",
+    "style": "--to FORMAT: hf, mindspore or checkpoint2",
+    "suffix": "--rank-pattern 'rank_{rank}/*SUFFIX' chooses the files",
+    "target-iteration target-partial target-rank-pattern target-suffix": "name the directory of the files as TARGET",
+    "target-stage": "--ranks LIST chooses the ranks of a stage",
+    "transform": "`reshard convert SOURCE TARGET`",
+    "unify": "`reshard convert SOURCE TARGET --to hf`, or --to mindspore",
+    "via-zarr": "`reshard convert SOURCE STORE.zarr`, then `reshard convert STORE.zarr TARGET`",
+}
+"""Words of the program before its first release, and what there is in their place."""
+
+_ADVICE |= _FORMER
 _ADVICE_ON = {word: advice for words, advice in _ADVICE.items() for word in words.split()}
 """Advice for commands and options of other tools."""
 
 _DESTRUCTIVE = frozenset({"--overwrite", "--restart"})  # not proposed for another word
 _ABOUT = frozenset({"completion", "help", "version"})  # commands that answer whatever the environment has
 _COLORS = {"auto": None, "always": True, "never": False}
-_ALL = "reshard.all"
+_ALL, _TO = "reshard.all", "reshard.to"
+_ANYWHERE = {"-q", "--quiet", "-v", "--verbose", "--json", "--color", "--debug"}
 _EXAMPLE = re.compile(r"^Examples?:$", re.MULTILINE)
 _NUMBER = re.compile(r"[0-9]+")
 _RANK = re.compile(r"rank_[0-9]+")
@@ -104,11 +129,19 @@ class GroupedOption(click.Option):
     Args:
         under: its group.
         in_short_help: whether `--help` shows it, with its first sentence; `--help-all` shows every option in full.
+        of_formats: the help of an option that only some formats take, by the format; shown with `--to` that format.
     """
 
-    def __init__(self, *args: Any, under: Heading, in_short_help: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        under: Heading,
+        in_short_help: bool = False,
+        of_formats: Mapping[str, str] = MappingProxyType({}),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.under, self.in_short_help = under, in_short_help
+        self.under, self.in_short_help, self.of_formats = under, in_short_help, of_formats
 
     def __call__(self, command: Any) -> Any:
         """Add the option to a command, as a decorator."""
@@ -188,13 +221,14 @@ class Command(click.Command):
     def __init__(self, *args: Any, details: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.details = details
-        self.params += [_debug_option(), _color_option(), _help_all_option()]
+        self.params += [_debug_option(hidden=True), _color_option(hidden=True), _help_all_option()]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments of the command, and refuse surplus ones."""
         arguments = tuple(args)
         if "--json" in arguments and any("--json" in param.opts for param in self.params):
             ctx.meta[JSON] = True  # also if an option before it is refused
+        ctx.meta[_TO] = _given(arguments).get("--to", "")
         words = [*ctx.command_path.rpartition("reshard")[2].split(), *arguments]
         ctx.meta[TYPED] = tuple(_without_secrets(word) for word in words if word not in _DESTRUCTIVE)
         extra = super().parse_args(ctx, args)
@@ -213,16 +247,28 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in their groups: those of the short help, or all."""
-        groups: dict[Heading, list[tuple[str, str]]] = {heading: [] for heading in get_args(Heading)}
+        format_ = ctx.meta.get(_TO, "")
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for heading in get_args(Heading):
+            groups[heading] = []
+            if heading == "Target":
+                groups[_of(format_)] = []
         for param in self.get_params(ctx):
+            of_formats = getattr(param, "of_formats", {})
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record and (_ALL in ctx.meta or getattr(param, "in_short_help", True)):  # click's own is -h
+            if record and of_formats:
+                if format_ in of_formats:
+                    groups[_of(format_)].append((record[0], of_formats[format_]))
+            elif record and (_ALL in ctx.meta or getattr(param, "in_short_help", True)):  # click's own is -h
                 text = record[1] if _ALL in ctx.meta else _MORE.sub("", record[1])
                 groups[getattr(param, "under", "Output")].append((record[0], text))
         for heading, rows in groups.items():
             if rows:
                 with formatter.section(heading):
                     formatter.write_dl([(names.ljust(_WIDE), text) for names, text in rows], col_max=_WIDE)
+        if not format_ and any(getattr(param, "of_formats", None) for param in self.params):
+            formatter.write_paragraph()
+            formatter.write_text(f"Options of one format: {ctx.command_path} --to FORMAT --help")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the epilog below the options."""
@@ -230,11 +276,28 @@ class Command(click.Command):
         _write_lines(self.details if _ALL in ctx.meta else None, formatter)
 
 
+def _of(format_: str) -> str:
+    """Return the heading of the options that a format takes."""
+    return f"Target, --to {format_}"
+
+
 class Group(click.Group):
     """A group of `Command`s."""
 
     command_class = Command
     context_class = _Context
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; options of every command may stand before it, too."""
+        rest, moved = [*args], []
+        while rest and rest[0].partition("=")[0] in _ANYWHERE:
+            moved.append(rest.pop(0))
+            if moved[-1] == "--color":
+                moved += rest[:1]
+                del rest[:1]
+        if rest and not rest[0].startswith("-"):
+            args = [rest[0], *moved, *rest[1:]]
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Return the requested command; the error for an unknown one has a hint."""
@@ -278,7 +341,7 @@ def _write_lines(text: str | None, formatter: click.HelpFormatter) -> None:
         formatter.write(_EXAMPLE.sub(lambda match: paint(match[0], bold=True), text.strip("\n") + "\n"))
 
 
-def _debug_option() -> GroupedOption:
+def _debug_option(*, hidden: bool = False) -> GroupedOption:
     def remember(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
         if value:
             ctx.meta[DEBUG] = True
@@ -286,6 +349,7 @@ def _debug_option() -> GroupedOption:
     return GroupedOption(
         ["--debug"],
         under="Output",
+        hidden=hidden,
         is_flag=True,
         expose_value=False,
         callback=remember,
@@ -313,7 +377,7 @@ def _help_all_option() -> GroupedOption:
     )
 
 
-def _color_option() -> GroupedOption:
+def _color_option(*, hidden: bool = False) -> GroupedOption:
     def remember(ctx: click.Context | None, _param: click.Parameter, value: str | None) -> None:
         if value == "never":
             os.environ["NO_COLOR"] = "1"  # for the bar
@@ -323,6 +387,7 @@ def _color_option() -> GroupedOption:
     return GroupedOption(
         ["--color"],
         under="Output",
+        hidden=hidden,
         type=click.Choice(list(_COLORS)),
         is_eager=True,
         expose_value=False,
@@ -336,13 +401,16 @@ class RootGroup(Group):
 
     Attributes:
         homes: the commands that are imported on demand, by name, as `module:name`.
+        sections: the names of the commands that the help lists, by their heading.
     """
 
     group_class = Group
 
-    def __init__(self, *args: Any, homes: Mapping[str, str], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, homes: Mapping[str, str], sections: Mapping[str, Sequence[str]], **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.homes = homes
+        self.homes, self.sections = homes, sections
         self.params += [_debug_option(), _color_option()]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -355,6 +423,13 @@ class RootGroup(Group):
             module, _, name = self.homes[cmd_name].partition(":")
             self.add_command(getattr(import_module(module), name))
         return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands in their sections."""
+        for heading, names in self.sections.items():
+            commands = [(name, command) for name in names if (command := self.get_command(ctx, name))]
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(10), command.get_short_help_str(80)) for name, command in commands])
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Parse the arguments before the command."""
@@ -435,6 +510,12 @@ def _meant(word: str, candidates: Sequence[str], ctx: click.Context) -> str:
     near = [bare[name] for name in nearest(word.lstrip("-"), bare, most=2)]
     safe = list(takewhile(lambda name: name not in _DESTRUCTIVE or name.startswith(word), near))
     return f"did you mean {' or '.join(safe)}?" if safe else f"{ctx.command_path} --help"
+
+
+def _given(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of long options as they are typed."""
+    apart = {name: value for name, value in pairwise(arguments) if name.startswith("--")}
+    return apart | {name: value for name, equals, value in (word.partition("=") for word in arguments) if equals}
 
 
 def _without_secrets(word: str) -> str:

@@ -62,6 +62,15 @@ _HOMES = {
 }
 
 
+_SECTIONS = {
+    "Convert": ("convert", "average", "plan", "run"),
+    "Look": ("inspect", "runs", "stats", "formats"),
+    "Check": ("verify", "diff"),
+    "Describe": ("strategy", "rules"),
+    "Learn": ("demo", "help", "version"),
+}
+
+
 def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     """Print the version and exit; with --verbose, also of dependencies.
 
@@ -85,6 +94,7 @@ To see it work on real MindSpore files, and what to type next:
 Environment variables, such as RESHARD_MEMORY: reshard help environment
 """,
     homes=_HOMES,
+    sections=_SECTIONS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")

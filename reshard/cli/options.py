@@ -27,6 +27,7 @@ from reshard.cli.values import (
     rank_list,
     read_cipher,
     size,
+    tuned,
 )
 from reshard.core.format import targets
 from reshard.core.listing import OpenOptions
@@ -105,7 +106,6 @@ class Running(RunOptions):
     """How a command runs a plan, and how much it prints."""
 
     cluster: str | None
-    scheduler: str | None
     dry_run: bool
     write_manifest: Place | None
     as_json: bool
@@ -114,18 +114,21 @@ class Running(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cluster and (self.scheduler or (self.threads and not is_word(self.cluster))):
-            typed = "--scheduler" if self.scheduler else "--threads"
+        if self.cluster and self.threads and not is_word(self.cluster):
             raise UsageError(
-                f"{typed} is for this machine; the workers of {self.cluster} have their own",
+                f"--threads is for this machine; the workers of {self.cluster} have their own",
                 code="conflicting-options",
-                hint=f"leave {typed} out",
+                hint="leave --threads out",
             )
+
+
+def _running_of(*, tune: dict[str, bool], **values: Any) -> Running:
+    return Running(**values, **tune)
 
 
 run_options = record(
     "running",
-    Running,
+    _running_of,
     _running("--dry-run", in_short_help=True, is_flag=True, help="Only print what would be read and written."),
     _running(
         "--restart", in_short_help=True, is_flag=True,
@@ -141,23 +144,13 @@ run_options = record(
         help="Write checksums of the target files into FILE, for `reshard verify --manifest`; files "
         "written by this run are not read again.",
     ),
-    _running(
-        "--drop-cache/--no-drop-cache", default=None, envvar="RESHARD_DROP_CACHE",
-        help="Keep what is read and written out of the page cache.  [default: if source and target together are "
-        "larger than memory]",
-    ),
-    _running(
-        "--no-server-copy", "server_copy", is_flag=True, flag_value=False, default=True,
-        help="From S3 to S3, send all bytes. Without it, the store copies the parts of files that it has.",
-    ),
-    _running(
-        "--fsync/--no-fsync", default=True, envvar="RESHARD_FSYNC",
-        help="Sync each file to disk before it gets its name; without it, there are no checksums, and a "
-        "resumed run writes unfinished files again.  [default: yes]",
-    ),
     threads_option,
     _running(
-        "--scheduler", hidden=True, callback=cluster_address, help="The same as --cluster, by dask's name.",
+        "--tune", multiple=True, callback=tuned, envvar="RESHARD_TUNE", metavar="NAME=VALUE",
+        help="A rare knob of a run. fsync=no: do not sync each file to disk before it gets its name; there are no "
+        "checksums, and a resumed run writes unfinished files again. drop-cache=yes: keep what is read and written out "
+        "of the page cache, as it is if source and target together are larger than memory; or =no. server-copy=no: "
+        "from S3 to S3, send all bytes, even those that the store could copy. May be repeated.",
     ),
     cluster_option,
     json_option,
@@ -214,7 +207,8 @@ _OPENING = (
         "repeated.",
     ),
     _source(
-        "--stage", **_NUMBER, help="Only this stage of a pipeline source; with --source-strategy of that stage or of all."
+        "--stage", **_NUMBER,
+        help="Only this stage of a pipeline source; with --source-strategy of that stage or of all.",
     ),
     _source(
         "--step", "iteration", **_NUMBER,
@@ -304,12 +298,20 @@ def _target_of(*, target_cipher: Cipher | None, encryption: str | None, **values
 
 
 def _option_of_formats(name: str, fields: Sequence[tuple[Format, OptionField]]) -> GroupedOption:
-    """Return an option that some formats take, with their help."""
+    """Return an option that some formats take, with the help of each."""
     field = fields[0][1]
     kinds: dict[str, dict[str, Any]] = {"size": _SIZE, "count": _NUMBER, "flag": {"is_flag": True}, "text": {}}
     more = {"metavar": field.metavar, **kinds[field.kind]} if field.metavar else kinds[field.kind]
-    return _target(f"--{name.replace('_', '-')}", help=help_of(fields), **more)
+    texts = {each.name: help_of(its) for each, its in fields}
+    return _target(f"--{name.replace('_', '-')}", of_formats=texts, **more)
 
+
+def _of_formats(formats: Sequence[Format], *names: str, help: str, **attrs: Any) -> GroupedOption:  # noqa: A002 -- click's
+    """Return an option of some formats that their classes of options do not have."""
+    return _target(*names, of_formats={each.name: help for each in formats}, **attrs)
+
+
+_ENCRYPTED = "ckpt"
 
 _BY_OPTION = takers(targets())
 _OF_FORMATS = tuple(_option_of_formats(name, fields) for name, fields in _BY_OPTION.items())
@@ -325,12 +327,11 @@ target_options = record(
         "take.  [default: as TARGET is named, else as SOURCE]",
     ),
     *_OF_FORMATS,
-    _target(
+    _of_formats(
+        [each for each in targets() if each.one_file],
         "--same-ranks", is_flag=True,
-        help=f"{_named(each for each in targets() if each.one_file)}: keep each rank's blocks as they are; only format "
-        "and --drop apply, and --rules if "
-        "SOURCE is one file. No strategy is needed.  [default: if nothing says how SOURCE was sharded, and --to is "
-        "given]",
+        help="Keep each rank's blocks as they are; only format and --drop apply, and --rules if SOURCE is one file. No "
+        "strategy is needed.  [default: if nothing says how SOURCE was sharded, and --to is given]",
     ),
     _target(
         "--ranks", callback=rank_list, metavar="LIST",
@@ -341,7 +342,8 @@ target_options = record(
     ),
     memory_option,
     target_key_option,
-    _target(
+    _of_formats(
+        [each for each in targets() if each.name == _ENCRYPTED],
         "--encryption", type=click.Choice(MODES),
         help=f"How .ckpt files of TARGET are encrypted, with --target-key-file.  [default: {MODE}, as by MindSpore]",
     ),

@@ -155,6 +155,23 @@ def cluster_address(_ctx: click.Context, param: click.Parameter, value: str | No
     return value
 
 
+_KNOBS = {"fsync", "drop-cache", "server-copy"}
+_SWITCH = {"yes": True, "no": False}
+
+
+def tuned(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, bool]:
+    """Parse knobs such as `fsync=no`; return fields of `RunOptions`."""
+    result = {}
+    for value in values:
+        name, _, text = value.partition("=")
+        if name not in _KNOBS or text not in _SWITCH:
+            raise click.BadParameter(
+                f"{value!r} is not NAME=yes or NAME=no of {', '.join(sorted(_KNOBS))}", param=param
+            )
+        result[name.replace("-", "_")] = _SWITCH[text]
+    return result
+
+
 def share(_ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
     """Parse a share such as `5%` or `0.05`."""
     if value is None:

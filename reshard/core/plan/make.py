@@ -293,12 +293,10 @@ def _restrict_to_stage(
     requested = None if ranks is None else tuple(ranks)
     if stage is None and isinstance(target, Strategy) and target.others:
         if not requested or not set(requested).issubset(target.ranks):
-            own = target.ranks
+            own = f"{target.ranks.start}-{target.ranks.stop - 1}"
             raise StrategyError(
                 f"the target strategy covers only stage {target.stages.start} of a pipeline", code="one-stage",
-                hint=Text(
-                    f"give {ALL_STAGES}, or ", Option("ranks", f"{own.start}-{own.stop - 1}"), " to write only its ranks"
-                ),
+                hint=Text(f"give {ALL_STAGES}, or ", Option("ranks", own), " to write only its ranks"),
             )  # fmt: skip
         stage = target.stages.start
     if stage is None:
