@@ -15,37 +15,19 @@ TYPE_CHECKING = False  # to import `typing` takes longer than all of this, and w
 # The homes of all names, imported on first use: `__main__` takes hold of interrupts before anything slow begins.
 _HOMES = {
     "average": "api.averages",
-    "Block": "core.layout.block",
     "BudgetError": "errors",
-    "ChangedError": "errors",
     "Checkpoint": "api.checkpoints",
-    "CheckpointDiff": "compute.differences",
-    "CheckpointStats": "compute.stats",
-    "Checkpoint2": "formats.checkpoint2.options",
     "Cipher": "core.storage.cipher",
     "convert": "api.conversions",
-    "DCP": "formats.dcp.names",
     "demo": "api.demos",
     "diff": "api.comparing",
-    "EncryptedError": "errors",
-    "GoneError": "errors",
-    "HuggingFaceSet": "formats.sets.options",
     "Layout": "core.layout.layout",
-    "LayoutError": "errors",
     "LoRA": "rules.lora",
-    "make_manifest": "core.verify.manifest_files",
     "Manifest": "core.verify.manifest",
-    "merge_strategies": "strategy.files",
-    "MindSporeSet": "formats.sets.options",
-    "MissingNameError": "errors",
-    "NoBucketError": "errors",
     "open": "api.checkpoints",
     "plan": "api.plans",
     "Plan": "api.plans",
-    "PlanError": "errors",
     "Progress": "core.run.settings",
-    "read_manifest": "core.verify.manifest",
-    "read_object": "api.checkpoints",
     "read_plan": "api.plans",
     "read_strategy": "strategy.files",
     "Report": "core.run.settings",
@@ -56,43 +38,24 @@ _HOMES = {
     "Selection": "core.plan.inputs",
     "SourceError": "errors",
     "Strategy": "strategy.strategy",
-    "strategy_of": "api.checkpoints",
     "StrategyError": "errors",
     "TargetError": "errors",
-    "UnansweredError": "errors",
-    "UnsentError": "errors",
     "UsageError": "errors",
     "Verification": "core.verify.verification",
     "verify": "api.verification",
     "VerifyError": "errors",
     "write": "api.writing",
-    "write_manifest": "core.verify.manifest",
     "write_strategy": "strategy.files",
-    "ZarrGroup": "formats.zarr.layout",
 }
 
 __all__ = [
-    "DCP",
-    "Block",
     "BudgetError",
-    "ChangedError",
     "Checkpoint",
-    "Checkpoint2",
-    "CheckpointDiff",
-    "CheckpointStats",
     "Cipher",
-    "EncryptedError",
-    "GoneError",
-    "HuggingFaceSet",
     "Layout",
-    "LayoutError",
     "LoRA",
     "Manifest",
-    "MindSporeSet",
-    "MissingNameError",
-    "NoBucketError",
     "Plan",
-    "PlanError",
     "Progress",
     "Report",
     "ReshardError",
@@ -103,79 +66,84 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "TargetError",
-    "UnansweredError",
-    "UnsentError",
     "UsageError",
     "Verification",
     "VerifyError",
-    "ZarrGroup",
     "average",
     "convert",
     "demo",
     "diff",
-    "make_manifest",
-    "merge_strategies",
     "open",
     "plan",
-    "read_manifest",
-    "read_object",
     "read_plan",
     "read_strategy",
     "runs",
-    "strategy_of",
     "verify",
     "write",
-    "write_manifest",
     "write_strategy",
 ]
 
 if TYPE_CHECKING:
     from reshard.api.averages import average
-    from reshard.api.checkpoints import Checkpoint, open, read_object, strategy_of  # noqa: A004 -- reshard.open, as zarr.open
+    from reshard.api.checkpoints import Checkpoint, open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.api.comparing import diff
     from reshard.api.conversions import convert
     from reshard.api.demos import demo
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify
     from reshard.api.writing import write
-    from reshard.compute.differences import CheckpointDiff
-    from reshard.compute.stats import CheckpointStats
-    from reshard.core.layout.block import Block
     from reshard.core.layout.layout import Layout
     from reshard.core.plan.inputs import Selection
     from reshard.core.run.settings import Progress, Report
     from reshard.core.storage.cipher import Cipher
-    from reshard.core.verify.manifest import Manifest, read_manifest, write_manifest
-    from reshard.core.verify.manifest_files import make_manifest
+    from reshard.core.verify.manifest import Manifest
     from reshard.core.verify.verification import Verification
     from reshard.errors import (
         BudgetError,
-        ChangedError,
-        EncryptedError,
-        GoneError,
-        LayoutError,
-        MissingNameError,
-        NoBucketError,
-        PlanError,
         ReshardError,
         SourceError,
         StrategyError,
         TargetError,
-        UnansweredError,
-        UnsentError,
         UsageError,
         VerifyError,
     )
-    from reshard.formats.checkpoint2.options import Checkpoint2
-    from reshard.formats.dcp.names import DCP
-    from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
-    from reshard.formats.zarr.layout import ZarrGroup
     from reshard.messages import ReshardWarning
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
-    from reshard.strategy.files import merge_strategies, read_strategy, write_strategy
+    from reshard.strategy.files import read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
     from reshard.view.computed.runs_view import runs
+
+
+_OF_FORMATS = "give to= and the options of the format, such as to='hf', max_shard_size='4GB'"
+_OF_SOURCES = "it is a SourceError, TargetError or UsageError; `error.code` says which"
+_FORMER = {
+    "Block": "it is in reshard.core.layout.block",
+    "CheckpointDiff": "reshard.diff returns it",
+    "CheckpointStats": "Checkpoint.stats returns it",
+    "make_manifest": "it is reshard.Manifest.make(path)",
+    "merge_strategies": "reshard.write_strategy(reshard.read_strategy(directory), path)",
+    "read_layouts": "target_strategy= takes the checkpoint itself",
+    "read_manifest": "it is reshard.Manifest.read(path)",
+    "read_object": "it is checkpoint.read_object(name)",
+    "strategy_of": "it is checkpoint.to_strategy()",
+    "write_manifest": "it is manifest.write(path)",
+    **dict.fromkeys(("Checkpoint2", "DCP", "HuggingFaceSet", "MindSporeSet", "ZarrGroup"), _OF_FORMATS),
+    **dict.fromkeys(
+        (
+            "ChangedError",
+            "EncryptedError",
+            "GoneError",
+            "LayoutError",
+            "MissingNameError",
+            "NoBucketError",
+            "PlanError",
+        ),
+        _OF_SOURCES,
+    ),
+    **dict.fromkeys(("UnansweredError", "UnsentError"), _OF_SOURCES),
+}
+"""Names of the program before its first release, and what there is in their place."""
 
 
 def __dir__() -> list[str]:
@@ -191,4 +159,5 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this modu
             value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
             globals()[name] = value
             return value
-        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+        advice = f"; {_FORMER[name]}" if name in _FORMER else ""
+        raise AttributeError(f"module 'reshard' has no attribute {name!r}{advice}")

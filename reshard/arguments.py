@@ -10,10 +10,12 @@ nothing is imported for them.
 from __future__ import annotations
 
 import os
+import re
 from ast import literal_eval
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, wraps
+from importlib import import_module
 from operator import index
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -63,6 +65,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     others = code.co_varnames[code.co_argcount + code.co_kwonlyargcount] if code.co_flags & 4 else ""
     annotations = function.__annotations__
     by_position_only = set(positional[: code.co_posonlyargcount])
+    shared = _OF_KIND.fullmatch(annotations.get("options", ""))
 
     @wraps(function)
     def checking(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -70,13 +73,26 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
         for number, value in enumerate(args):
             name = positional[number] if number < len(positional) else others
             values.append(argument(name, annotations.get(name, "Any"), value))
+        known = {**_annotations_of(shared[1]), **annotations} if shared and kwargs else annotations
         options: dict[str, Any] = {
-            name: value if name in by_position_only else argument(name, annotations.get(name, "Any"), value)
+            name: value if name in by_position_only else argument(name, known.get(name, "Any"), value)
             for name, value in kwargs.items()
         }
         return function(*values, **options)
 
     return checking
+
+
+_OF_KIND = re.compile(r"Unpack\[(\w+)\]")
+
+
+@cache
+def _annotations_of(kind: str) -> Mapping[str, str]:
+    """Return the annotations of a class of `reshard.api.options`, as texts."""
+    options = import_module("reshard.api.options")
+    return {
+        name: getattr(each, "__forward_arg__", each) for name, each in getattr(options, kind).__annotations__.items()
+    }
 
 
 def checked_fields(kind: type[T]) -> type[T]:

@@ -155,7 +155,7 @@ class EncryptedError(SourceError):
     >>> report = reshard.plan(source, target_cipher=cipher).run("sealed")
     >>> try:
     ...     reshard.open("sealed")
-    ... except reshard.EncryptedError as error:
+    ... except EncryptedError as error:
     ...     print(error.code, error.exit_code)
     encrypted 4
     """
@@ -166,7 +166,7 @@ class EncryptedError(SourceError):
 class GoneError(SourceError):
     """A source file does not exist any more.
 
-    >>> issubclass(reshard.GoneError, reshard.SourceError), reshard.GoneError.code
+    >>> issubclass(GoneError, reshard.SourceError), GoneError.code
     (True, 'source-gone')
     """
 
@@ -176,7 +176,7 @@ class GoneError(SourceError):
 class UnansweredError(SourceError):
     """An object store did not answer properly in any try to read.
 
-    >>> issubclass(reshard.UnansweredError, reshard.SourceError), reshard.UnansweredError.code
+    >>> issubclass(UnansweredError, reshard.SourceError), UnansweredError.code
     (True, 'store-not-answering')
     """
 
@@ -189,7 +189,7 @@ class LayoutError(SourceError):
 
     >>> try:
     ...     reshard.Strategy.of({"w": reshard.Layout.of([4], [0])}).grid("w", (6,))
-    ... except reshard.LayoutError as error:
+    ... except LayoutError as error:
     ...     print(error.code)
     not-divisible
     """
@@ -215,7 +215,7 @@ class PlanError(SourceError):
 
     >>> try:
     ...     reshard.read_plan("src_strategy.ckpt")
-    ... except reshard.PlanError as error:
+    ... except PlanError as error:
     ...     print(error.code)
     not-a-plan
     """
@@ -255,7 +255,7 @@ class TargetError(ReshardError):
 class NoBucketError(TargetError):
     """The bucket of a target does not exist.
 
-    >>> issubclass(reshard.NoBucketError, reshard.TargetError), reshard.NoBucketError.code
+    >>> issubclass(NoBucketError, reshard.TargetError), NoBucketError.code
     (True, 'no-such-bucket')
     """
 
@@ -266,7 +266,7 @@ class NoBucketError(TargetError):
 class UnsentError(TargetError):
     """An object store did not answer properly in any try to write.
 
-    >>> issubclass(reshard.UnsentError, reshard.TargetError), reshard.UnsentError.code
+    >>> issubclass(UnsentError, reshard.TargetError), UnsentError.code
     (True, 'store-not-answering')
     """
 
@@ -283,7 +283,7 @@ class ChangedError(TargetError):
     >>> count = file.write_bytes(file.read_bytes() + b"more")
     >>> try:
     ...     reshard.plan(source).run("whole")
-    ... except reshard.ChangedError as error:
+    ... except ChangedError as error:
     ...     print(error.code, error.exit_code)
     source-changed 6
     """

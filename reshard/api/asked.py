@@ -29,7 +29,6 @@ class TargetOptions:
     ranks: Iterable[int] | None = None
     target_stage: int | None = None
     remove_redundancy: bool = False
-    link_replicas: bool = False
     same_ranks: bool = False
     of_format: Mapping[str, Any] = field(default_factory=dict)
     memory: int | None = None

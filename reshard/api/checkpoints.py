@@ -11,7 +11,7 @@ from reshard.api.choices import progress_of, run_plan
 from reshard.arguments import checked
 from reshard.core.format import knowing
 from reshard.core.listing import RANK_PATTERN
-from reshard.core.model.holdings import strategy_of as strategy_of_record
+from reshard.core.model.holdings import strategy_of
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.select import narrowed
@@ -50,11 +50,10 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     *,
     strategy: Strategy | AnyName | None = None,
     rank_pattern: str = RANK_PATTERN,
-    suffix: str | None = None,
     layout: Mapping[str, str] | None = None,
     stage: int | Literal["own"] | None = None,
     partial: bool = False,
-    iteration: int | None = None,
+    step: int | None = None,
     cipher: Cipher | None = None,
     contents: bool | Literal["blocks"] = True,
     chunks: Any = None,
@@ -71,8 +70,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the one in the ledger, if reshard wrote the files or they are copies of such files;
             else the source is one rank of whole tensors.
-        rank_pattern: the paths of a rank's files below `path`; `{rank}` stands for its number.
-        suffix: take the files whose names end with this (with or without extension), if a rank has several.
+        rank_pattern: the paths of a rank's files below `path`; `{rank}` stands for its number. It also chooses one of
+            several checkpoints in a rank's directory, as `rank_{rank}/*-5_2.ckpt`.
         layout: glob of tensor names to a rule (see `Layout.parse`), in place of the strategy's layout; `copy` for
             tensors whose value differs by rank. It must not contradict a ledger. For parts of Megatron-LM or Meta it
             replaces the table of names, over the parts in the place of ranks; `gate-and-up` for two fused layers.
@@ -80,7 +79,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
             files next to it or the files of the checkpoint show that there are others. `own`: take a strategy as it
             is; if it covers one stage and other stages have files, only its tensors are taken, with a warning.
         partial: the files of some ranks are enough; a plan that needs missing ranks is refused.
-        iteration: which checkpoint of a run; by default the one that the run names as its last.
+        step: which checkpoint of a run; by default the one that the run names as its last.
         cipher: decrypts `.ckpt` files that MindSpore encrypted; needs the `crypto` extra. Plain files are refused
             (see `Cipher.required`).
         contents: compare samples of the strategy's replicas with each other, and of its different blocks; `blocks`
@@ -101,8 +100,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     (16, 32)
     """
     options: dict[str, Any] = {
-        "strategy": strategy, "rank_pattern": rank_pattern, "suffix": suffix, "layouts": layout, "stage": stage,
-        "partial": partial, "iteration": iteration, "cipher": cipher, "contents": contents,
+        "strategy": strategy, "rank_pattern": rank_pattern, "layouts": layout, "stage": stage,
+        "partial": partial, "iteration": step, "cipher": cipher, "contents": contents,
     }  # fmt: skip
     if opened_by := knowing(path):
         from reshard.api.writing import open_value  # it brings dask
@@ -122,7 +121,8 @@ class Checkpoint(OpenedArrays):
     >>> [name for name in dir(Checkpoint(Record("ckpt", {}, (), ()))) if name not in dir(dict) and name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
     ['array', 'assign', 'astype', 'close', 'dequantize', 'derive', 'format', 'groups', 'hist', 'merge_lora', 'nbytes',
-     'picture', 'rank', 'ranks', 'root', 'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_dataframe', 'to_zarr',
+     'picture', 'rank', 'ranks', 'read_object', 'root', 'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_dataframe',
+     'to_strategy', 'to_zarr',
      'unreadable', 'warnings']
     """
 
@@ -327,7 +327,7 @@ class Checkpoint(OpenedArrays):
                 source shard; shards larger than 8 MiB, or than dask's `array.chunk-size`, are cut along their rows.
 
         Raises:
-            reshard.MissingNameError: there is no such tensor; a `KeyError`.
+            reshard.UsageError: there is no such tensor; a `KeyError`, too.
             reshard.SourceError: it cannot be read; the reason is in `unreadable`.
             reshard.UsageError: dask does not understand the chunks.
         """
@@ -342,7 +342,6 @@ class Checkpoint(OpenedArrays):
         store: AnyName | Store,
         *,
         chunk_size: int | str | None = None,
-        shard_size: int | str | None = None,
         compression: str | None = None,
         selection: Selection | None = None,
         memory: int | str | None = None,
@@ -359,7 +358,6 @@ class Checkpoint(OpenedArrays):
         Args:
             store: the directory, created if it does not exist; a local path, a URL, or a `zarr.storage.LocalStore`.
             chunk_size: the most bytes in a chunk, such as `"16MB"`; by default chunks are the source's blocks.
-            shard_size: the most bytes of chunks in a file; by default small chunks share files.
             compression: `zstd`, `zstd:3` and so on; by default none.
             selection: which tensors, under which names, as which dtypes.
             memory: the most resident memory to use, in bytes or as `"1GB"`.
@@ -381,12 +379,54 @@ class Checkpoint(OpenedArrays):
         if opened_by := knowing(store):
             store = directory_of(store, opened_by)
         use_options(storage_options, store)
-        files = ZarrGroup(size_of(chunk_size, "chunk_size"), size_of(shard_size, "shard_size"), compression)
+        files = ZarrGroup(size_of(chunk_size, "chunk_size"), compression=compression)
         plan = make_plan(self._record, files=files, selection=selection, memory=size_of(memory, "memory"))
         refuse_unused(plan, selection)
         warn(text for text in plan.warnings if text not in self.warnings)
         options = RunOptions(overwrite=overwrite, restart=restart, fsync=fsync, threads=threads, client=client)
         return run_plan(plan, store, options, progress)  # type: ignore[arg-type]  # no store of zarr any more
+
+    @checked
+    def to_strategy(self, *, drop: Collection[str] = ()) -> Strategy:
+        """Return the strategy that it was opened with, or the one in its metadata (Checkpoint 2.0).
+
+        Args:
+            drop: names of tensors, or globs, that are left out; every one must match.
+
+        Raises:
+            reshard.UsageError: it has neither a strategy nor metadata of its blocks; a pattern matches no tensor.
+            reshard.SourceError: tensors cannot be read, or lie on ranks that no strategy can express; all at once.
+
+        >>> reshard.open("src_checkpoints", strategy="src_strategy.ckpt").to_strategy()
+        <Strategy: 12 tensors over 8 ranks>
+        """
+        return strategy_of(self._record, drop=drop)
+
+    @checked
+    def read_object(self, name: str) -> Any:
+        """Return an object of a DCP, or a file beside its tensors, as plain data.
+
+        Nothing is imported or called.
+
+        Other values are replaced by a description: the `Name` of a class or function, or a `Record` of its call. A
+        tensor becomes a `TensorSpec`, and a `Namespace` a dict of its attributes.
+
+        Args:
+            name: the name of the object, as `reshard inspect` shows it.
+
+        Raises:
+            reshard.UsageError: there is no such object; a `KeyError`, too.
+            reshard.SourceError: it cannot be read, or is damaged.
+
+        >>> more = {"target_step": 1, "source_strategy": "src_strategy.ckpt"}
+        >>> report = reshard.convert("src_checkpoints", "run", to="dcp", **more)
+        >>> reshard.open("run").read_object("metadata.json")["sharded_backend"]
+        'torch_dist'
+        """
+        from reshard.core.model.objects import Objects  # not on every start
+
+        record = self._record
+        return (record.format.objects(record) if record.format else Objects(record)).read(name)
 
     def __getitem__(self, name: str, /) -> Array:
         """Return a tensor as a lazy dask array, as `array(name)` does."""
@@ -413,50 +453,3 @@ def record_of(checkpoint: Checkpoint, argument: str = "source") -> Record:
             f"{argument} is {checkpoint!r:.200}; expected a Checkpoint", code="not-a-checkpoint", hint=hint
         )
     return checkpoint._record  # noqa: SLF001 -- of this module
-
-
-@checked
-def strategy_of(checkpoint: Checkpoint, *, drop: Collection[str] = ()) -> Strategy:
-    """Return the strategy of a checkpoint.
-
-    It is the one that the checkpoint was opened with, or the one in its metadata (Checkpoint 2.0).
-
-    Args:
-        checkpoint: an opened checkpoint.
-        drop: names of tensors, or globs, that are left out; every one must match.
-
-    Raises:
-        reshard.UsageError: it has neither a strategy nor metadata of its blocks; a pattern matches no tensor.
-        reshard.SourceError: tensors cannot be read, or lie on ranks that no strategy can express; all at once.
-
-    >>> reshard.strategy_of(reshard.open("src_checkpoints", strategy="src_strategy.ckpt"))
-    <Strategy: 12 tensors over 8 ranks>
-    """
-    return strategy_of_record(record_of(checkpoint, "checkpoint"), drop=drop)
-
-
-@checked
-def read_object(checkpoint: Checkpoint, name: str) -> Any:
-    """Return an object of a DCP, or a file beside its tensors, as plain data.
-
-    Nothing is imported or called.
-
-    Other values are replaced by a description: the `Name` of a class or function, or a `Record` of its call. A tensor
-    becomes a `TensorSpec`, and a `Namespace` a dict of its attributes.
-
-    Args:
-        checkpoint: an opened checkpoint.
-        name: the name of the object, as `reshard inspect` shows it.
-
-    Raises:
-        reshard.MissingNameError: there is no such object; a `KeyError`.
-        reshard.SourceError: it cannot be read, or is damaged.
-
-    >>> report = reshard.convert("src_checkpoints", "run", to="dcp", step=1, source_strategy="src_strategy.ckpt")
-    >>> reshard.read_object(reshard.open("run"), "metadata.json")["sharded_backend"]
-    'torch_dist'
-    """
-    from reshard.core.model.objects import Objects  # not on every start
-
-    record = record_of(checkpoint, "checkpoint")
-    return (record.format.objects(record) if record.format else Objects(record)).read(name)

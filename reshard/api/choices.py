@@ -34,8 +34,8 @@ Globs = str | Iterable[str]
 
 
 def selection_of(
-    selection: Selection | None,
     *,
+    selection: Selection | None = None,
     include: Globs = (),
     exclude: Globs = (),
     weights_only: bool = False,
@@ -109,19 +109,6 @@ def refuse_format(target: object, hint: str) -> None:
     """
     if any(str(target) in {each.name, *each.aliases} for each in targets()) and not as_place(str(target)).is_there():
         raise UsageError(f"{target} is a format; expected a strategy or its file", code="not-a-strategy", hint=hint)
-
-
-def client_of(client: Any, scheduler: Any) -> Any:
-    """Return where to run; `scheduler` is the name that dask has for `client`.
-
-    Raises:
-        UsageError: both are given.
-    """
-    if client is not None and scheduler is not None:
-        raise UsageError(
-            "client and scheduler are two names of one argument", code="two-schedulers", hint="leave scheduler out"
-        )
-    return scheduler if client is None else client
 
 
 def progress_of(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from reshard.api.asked import TargetOptions
+from reshard.api.options import FORMER
 from reshard.core.format import named, targets, written
 from reshard.core.options import option_fields, takers
 from reshard.core.storage.places import as_place
@@ -18,8 +20,11 @@ if TYPE_CHECKING:
     from reshard.core.options import OptionField, Options
     from reshard.core.storage.places import AnyName, Place
 
-CUT = ("target_strategy", "ranks", "target_stage", "remove_redundancy", "link_replicas")
+CUT = ("target_strategy", "ranks", "target_stage", "remove_redundancy")
 """Options for the ranks of the target, which formats of whole tensors do not take."""
+
+_COMMON = ("ranks", "target_stage", "remove_redundancy", "same_ranks", "target_cipher")
+"""Options of a target that do not belong to one format."""
 
 _FOREIGN = {".npz", ".npy", ".pt", ".pth", ".bin", ".h5", ".pkl", ".json", ".gguf", ".onnx", ".zip", ".tar", ".gz"}
 """Extensions of files that are not written."""
@@ -119,6 +124,21 @@ def options_of(format_: Format, values: Mapping[str, Any], name: str | None = No
     return result
 
 
+def target_options(given: dict[str, Any], function: str, **more: Any) -> TargetOptions:
+    """Return the options of a target.
+
+    Args:
+        given: the keywords that are left, of all formats and of single ones.
+        function: the name of the function that was called, for messages.
+        more: further fields.
+    """
+    own = {name: given[name] for name in _COMMON if name in given}
+    of_format = {name: value for name, value in given.items() if name not in {*_COMMON, "memory", "threads"}}
+    return TargetOptions(
+        memory=size_of(given.get("memory"), "memory"), of_format=given_options(of_format, function), **own, **more
+    )
+
+
 def given_options(keywords: Mapping[str, Any], function: str) -> dict[str, Any]:
     """Return the values of keywords that are options of formats, checked; those that are None are left out.
 
@@ -132,25 +152,17 @@ def given_options(keywords: Mapping[str, Any], function: str) -> dict[str, Any]:
     """
     from reshard.arguments import argument
 
-    known = {keyword_of(option): fields[0][1] for option, fields in takers(targets(packages=True)).items()}
+    known = {option: fields[0][1] for option, fields in takers(targets(packages=True)).items()}
     result = {}
     for name, value in keywords.items():
         if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            advice = f"; {FORMER[name]}" if name in FORMER else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
         field = known[name]
         if value is not None:
             plain = argument(name, _KINDS[field.kind], value)
             result[field.option] = size_of(plain, name) if field.kind == "size" else plain
     return {name: value for name, value in result.items() if value is not False}
-
-
-def keyword_of(option: str) -> str:
-    """Return the keyword of an option in Python, where the functions are about the target.
-
-    >>> keyword_of("target_step"), keyword_of("chunk_size")
-    ('step', 'chunk_size')
-    """
-    return option.removeprefix("target_")
 
 
 def help_of(field: OptionField) -> str:

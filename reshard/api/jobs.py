@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from reshard.api.asked import TargetOptions
     from reshard.core.format import Format
     from reshard.core.listing import OpenOptions
-    from reshard.core.model.entries import TargetFiles
-    from reshard.core.options import Options
     from reshard.core.plan.plan import Plan
     from reshard.core.storage.places import AnyName, Place
 
@@ -380,36 +378,31 @@ def _choices(selection: Selection) -> list[str]:
 def planned(
     checkpoint: Checkpoint,
     options: TargetOptions,
-    to: Format | None,
+    to: Format,
     selection: Selection,
     threads: int | None,
     *,
     name: str | None = None,
-    files: TargetFiles | Options | None = None,
-    encoding: str | None = None,
 ) -> Plan:
     """Plan the conversion of an opened checkpoint.
 
     Args:
         checkpoint: the checkpoint.
         options: the options of the target, which suit the format.
-        to: its format; None if `files` say it.
+        to: its format.
         selection: which tensors.
         threads: the most threads that a run may have.
         name: the name of the target file, if it is only one.
-        files: the options of a format, or another way to lay out the files.
-        encoding: the format of these files.
     """
     layout = target_of(options.target_strategy, checkpoint, selection)
-    if isinstance(layout, Arrangement) and to is not None and not to.takes_layouts:
+    if isinstance(layout, Arrangement) and not to.takes_layouts:
         raise UsageError(
             f"{options.target_strategy} is a checkpoint, and a target of format {to.name} needs a strategy",
             code="needs-strategy", hint=f"reshard strategy make --like {options.target_strategy} -o FILE makes one",
         )  # fmt: skip
-    if to is not None:
-        files, encoding = options_of(to, options.of_format, name), to.encoding or None
     return make_plan(
-        checkpoint, layout, format=encoding, files=files, ranks=options.ranks, stage=options.target_stage,
-        selection=selection, remove_redundancy=options.remove_redundancy, link_replicas=options.link_replicas,
-        memory=options.memory, threads=threads, target_cipher=options.target_cipher,
+        checkpoint, layout, format=to.encoding or None, files=options_of(to, options.of_format, name),
+        ranks=options.ranks, stage=options.target_stage, selection=selection,
+        remove_redundancy=options.remove_redundancy, memory=options.memory, threads=threads,
+        target_cipher=options.target_cipher,
     )  # fmt: skip

@@ -6,11 +6,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from reshard.api.asked import TargetOptions
 from reshard.api.checkpoints import record_of
-from reshard.api.choices import client_of, refuse_format, run_plan, selection_of
-from reshard.api.formats import CUT, check_options, given_options, keyword_of, like
+from reshard.api.choices import refuse_format, run_plan, selection_of
+from reshard.api.formats import CUT, check_options, like, target_options
 from reshard.api.jobs import planned
+from reshard.api.options import SelectionOptions, taken
 from reshard.arguments import checked
 from reshard.core.format import written
 from reshard.core.plan.changes import refuse_unused
@@ -28,23 +28,18 @@ from reshard.strategy.names import ranges_text
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
+    from typing import Unpack
 
     from reshard.api.checkpoints import Checkpoint
-    from reshard.api.choices import Globs
-    from reshard.core.format import Format
+    from reshard.api.options import PlanOptions
     from reshard.core.layout.arrangement import Arrangement
-    from reshard.core.model.checkpoint import Checkpoint as SourceRecord
-    from reshard.core.model.entries import TargetFiles
-    from reshard.core.options import Options
     from reshard.core.plan.plan import Plan as Record
     from reshard.core.plan.plan import Stats
     from reshard.core.run.graph import Graph
     from reshard.core.run.settings import Progress, Report
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName
-    from reshard.rules.lora import LoRA
-    from reshard.rules.rules import Rules
     from reshard.strategy.strategy import Strategy
     from reshard.view.ranks import RankArrays
     from reshard.view.svg import Picture
@@ -53,112 +48,60 @@ if TYPE_CHECKING:
 @checked
 def plan(
     source: Checkpoint,
-    target: Strategy | Arrangement | AnyName | None = None,
+    target_strategy: Strategy | Arrangement | AnyName | None = None,
     *,
-    format: str | None = None,  # noqa: A002 -- the word of every such tool
-    files: TargetFiles | Options | None = None,
-    ranks: Iterable[int] | None = None,
-    stage: int | None = None,
-    selection: Selection | None = None,
-    include: Globs = (),
-    exclude: Globs = (),
-    weights_only: bool = False,
-    name_map: Mapping[str, str] | None = None,
-    cast: Mapping[str, str] | Globs | None = None,
-    drop: Globs = (),
-    allow_missing: Globs = (),
-    rules: Rules | Mapping[str, Any] | AnyName | None = None,
-    lora: LoRA | AnyName | None = None,
-    remove_redundancy: bool = False,
-    link_replicas: bool = False,
-    memory: int | str | None = None,
-    threads: int | None = None,
-    target_cipher: Cipher | None = None,
-    **of_format: Any,
+    to: str | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Plan the conversion of a checkpoint; nothing is read or written.
 
     Args:
         source: the checkpoint to convert, as `reshard.open` returns it.
-        target: which rank is to hold which block: a strategy, a strategy file, or rules (`.yaml`); None for whole
-            tensors. For a Checkpoint 2.0 and a DCP also a checkpoint that is cut as the target shall be.
-        format: `safetensors` or `ckpt`, files of ranks; `hf` or `mindspore`, a set of whole tensors; `dcp`, of PyTorch;
+        target_strategy: which rank is to hold which block: a strategy, a strategy file, or rules (`.yaml`); None for
+            whole tensors. For a Checkpoint 2.0 and a DCP also a checkpoint that is cut as the target shall be.
+        to: `safetensors` or `ckpt`, files of ranks; `hf` or `mindspore`, a set of whole tensors; `dcp`, of PyTorch;
             `checkpoint2`, of MindSpore Transformers; `deepspeed-universal`, of DeepSpeed; `orbax`, of JAX;
             `zarr`, a store. By default ckpt if all files of the source are .ckpt, else safetensors.
-        files: the options of a format as an object, such as `reshard.ZarrGroup(compression="zstd")`, in place of
-            `format`; or another way to lay out files of ranks.
-        ranks: only these ranks of the target; by default all.
-        stage: only the ranks of this stage of the target's pipeline. A strategy of one stage is refused without it
-            if there are others; tensors that it does not name are dropped.
-        selection: which tensors, under which names, as which dtypes; or the keywords that make one:
-        include: as in `reshard.Selection`.
-        exclude: as in `reshard.Selection`.
-        weights_only: as in `reshard.Selection`.
-        name_map: as in `reshard.Selection`.
-        cast: as in `reshard.Selection`.
-        drop: as in `reshard.Selection`; these are added to a `selection`, too.
-        allow_missing: as in `reshard.Selection`.
-        rules: as in `reshard.Selection`, or a rules file.
-        lora: as in `reshard.Selection`, or the directory of an adapter.
-        remove_redundancy: store each block on one of the ranks that would hold it.
-        link_replicas: make equal target files links to one file: copies that share their blocks if the file system
-            has them, else hard links.
-        memory: the most resident memory that a run may use, in bytes or as `"1GB"`; by default about 100 MB are
-            enough, at URLs 256 MB, and some kB a tensor.
-        threads: the most threads that a run may have, fewer if `memory` is for fewer; by default 4.
-        target_cipher: encrypts the target files, of format `ckpt`, as MindSpore does; needs the `crypto` extra.
-        of_format: options of the format, such as `max_shard_size="4GB"`; `reshard formats` lists them.
+        options: as in `help(reshard.api.options)`: `include`, `exclude`, `weights_only`, `name_map`, `cast`, `drop`,
+            `allow_missing`, `rules`, `lora`, `selection` (to which `drop` and `allow_missing` can be added); `ranks`,
+            `target_stage`, `remove_redundancy`, `target_cipher`; `memory`, `threads`; and those of the format, such as
+            `max_shard_size="4GB"`, which `reshard formats` lists.
 
     Raises:
         reshard.SourceError: weights are missing or would be dropped; all at once. Also a target layout that does not
             fit a tensor's shape, or a source that seems to be one rank of several.
-        reshard.StrategyError: the target is one stage of a pipeline and `stage` is not given, or has no such stage.
+        reshard.StrategyError: the target is one stage of a pipeline and neither `ranks` nor `target_stage` is given, or
+            has no such stage.
         reshard.BudgetError: `memory` is too little; the error names the least that works.
         reshard.UsageError: an unknown format or rank, or an option that the format does not take.
 
     >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
-    >>> plan = reshard.plan(source, "dst_strategy.ckpt", format="safetensors")
+    >>> plan = reshard.plan(source, "dst_strategy.ckpt", to="safetensors")
     >>> plan.ranks, plan.stats.bytes_read
     ((0, 1, 2, 3), 14924)
     >>> plan.run("dst").tensors
     15
     """
-    record = record_of(source)
-    refuse_format(target, f"give it as format={target!r}")
-    if selection is not None:
-        may_lack = selection.allow_missing + globs(allow_missing)
-        selection = replace(selection, drop=selection.drop + globs(drop), allow_missing=may_lack)
-        drop = allow_missing = ()
-    selection = selection_of(
-        selection, include=include, exclude=exclude, weights_only=weights_only, name_map=name_map, cast=cast, drop=drop,
-        allow_missing=allow_missing, rules=rules, lora=lora,
-    )  # fmt: skip
-    options = TargetOptions(
-        target_strategy=target, ranks=ranks, target_stage=stage, remove_redundancy=remove_redundancy,
-        link_replicas=link_replicas, of_format=given_options(of_format, "plan"), memory=size_of(memory, "memory"),
-        target_cipher=target_cipher,
-    )  # fmt: skip
-    to = None if files is not None else _format(record, format)
+    record, given = record_of(source), {**options}
+    refuse_format(target_strategy, f"give it as to={target_strategy!r}")
+    chosen: dict[str, Any] = taken(given, SelectionOptions)
+    if (selection := chosen.get("selection")) is not None:
+        drop, may_lack = globs(chosen.pop("drop", ())), globs(chosen.pop("allow_missing", ()))
+        chosen["selection"] = replace(
+            selection, drop=selection.drop + drop, allow_missing=selection.allow_missing + may_lack
+        )
+    selection = selection_of(**chosen)
     if to is not None:
-        check_options(to, options.given([*CUT, *options.of_format]))
-    elif options.of_format:
-        listed = " and ".join(map(keyword_of, options.of_format))
-        raise UsageError(
-            f"files= does not go with {listed}", code="option-of-another-format",
-            hint=f"give {listed} to {type(files).__name__}",
-        )  # fmt: skip
-    result = planned(record, options, to, selection or Selection(), threads, files=files, encoding=format)
+        format_ = written(to)
+    else:  # files of ranks, in the encoding of the source's if all have the same
+        own = like(record)
+        format_ = own if own.one_file else written("safetensors")
+    wanted = target_options(given, "plan", target_strategy=target_strategy)
+    check_options(format_, wanted.given([*CUT, *wanted.of_format]))
+    result = planned(record, wanted, format_, selection or Selection(), given.get("threads"))
     refuse_unused(result, selection)
     warn(text for text in result.warnings if text not in record.warnings)
     return Plan(result)
-
-
-def _format(source: SourceRecord, format: str | None) -> Format:  # noqa: A002 -- as above
-    """Return the format of a plan; by default files of ranks, in the encoding of the source's if all have the same."""
-    if format is not None:
-        return written(format)
-    own = like(source)
-    return own if own.one_file else written("safetensors")
 
 
 class Plan:
@@ -274,7 +217,7 @@ class Plan:
 
         Raises:
             reshard.TargetError: a target file exists, is one of the sources, or is being written by a run.
-            reshard.ChangedError: a source file changed since it was opened.
+            reshard.TargetError: a source file changed since it was opened.
         """
         from reshard.core.run.graph import graph  # it brings dask
 
@@ -286,7 +229,6 @@ class Plan:
         directory: AnyName,
         *,
         client: Any = None,
-        scheduler: Any = None,
         threads: int | None = None,
         fsync: bool = True,
         drop_cache: bool | None = None,
@@ -312,7 +254,6 @@ class Plan:
                 reported at the end. By default the `scheduler` of dask's configuration; else the current client, if
                 there is one; else threads. Workers must reach the source and the target by the same paths. If one is
                 lost, its tasks run again elsewhere.
-            scheduler: the same as `client`, by the name that dask has for it; give one of them.
             threads: the number of threads of this process; by default one for each available processor, and at most
                 the `threads` of `reshard.plan` (4 by default), for which the memory was predicted. With `"processes"`,
                 the threads of each.
@@ -343,14 +284,14 @@ class Plan:
         Raises:
             reshard.TargetError: a target file exists, is one of the sources, or is being written by another run; the
                 target was begun from other sources or by another plan.
-            reshard.ChangedError: a source file changed while it was read.
+            reshard.TargetError: a source file changed while it was read.
             reshard.BudgetError: the disk is full, or has no room for the target; or `memory` is too little.
             reshard.SourceError: a source file changed or cannot be read.
             reshard.UsageError: options that contradict each other, or a client that is none.
             reshard.ReshardError: the cluster cannot be reached, has had no worker for 30 seconds, or failed.
         """
         options = RunOptions(
-            client=client_of(client, scheduler), threads=threads, fsync=fsync, drop_cache=drop_cache,
+            client=client, threads=threads, fsync=fsync, drop_cache=drop_cache,
             overwrite=overwrite, restart=restart, checksums=checksums, ledger=ledger, partition=partition,
             server_copy=server_copy,
         )  # fmt: skip
@@ -412,7 +353,7 @@ def read_plan(
         target_cipher: encrypts the target's files, in the mode that was planned.
 
     Raises:
-        reshard.PlanError: the file is not valid, or this version would make another plan.
+        reshard.SourceError: the file is not valid, or this version would make another plan.
         reshard.SourceError, reshard.TargetError: the source is missing, or is not the one that was planned.
         reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not encrypted
             and a key is given.

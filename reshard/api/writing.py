@@ -11,10 +11,10 @@ import dask.array as da
 import numpy as np
 from dask.base import is_dask_collection
 
-from reshard.api.asked import TargetOptions
-from reshard.api.choices import carried_out, client_of
-from reshard.api.formats import given_options
+from reshard.api.choices import carried_out
+from reshard.api.formats import target_options
 from reshard.api.jobs import job, with_format
+from reshard.api.options import RunningOptions, taken
 from reshard.arguments import checked
 from reshard.core.format import options_refused
 from reshard.core.listing import OpenOptions
@@ -29,15 +29,14 @@ from reshard.errors import Faults, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
 from reshard.formats.open import open as open_checkpoint
-from reshard.sizes import size_of
 from reshard.view.arrays import low as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from typing import Unpack
 
+    from reshard.api.options import WriteOptions
     from reshard.core.format import Format
-    from reshard.core.run.settings import Progress, Report
-    from reshard.core.storage.cipher import Cipher
+    from reshard.core.run.settings import Report
     from reshard.core.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
 
@@ -154,21 +153,9 @@ def write(
     arrays: Mapping[str, Any],
     target: AnyName,
     *,
-    format: str | None = None,  # noqa: A002 -- the word of every such tool
-    strategy: Strategy | AnyName | None = None,
-    ranks: Iterable[int] | None = None,
-    remove_redundancy: bool = False,
-    link_replicas: bool = False,
-    target_cipher: Cipher | None = None,
-    memory: int | str | None = None,
-    threads: int | None = None,
-    client: Any = None,
-    scheduler: Any = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    progress: Callable[[Progress], None] | bool | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    **of_format: Any,
+    to: str | None = None,
+    target_strategy: Strategy | AnyName | None = None,
+    **options: Unpack[WriteOptions],
 ) -> Report:
     """Write dask or numpy arrays as a checkpoint of any layout and format.
 
@@ -178,24 +165,14 @@ def write(
     Args:
         arrays: the arrays by name.
         target: a directory, or one file if it is called `*.ckpt` or `*.safetensors`; a local path, or a URL.
-        format: as `to` of `reshard.convert`; by default the one that the target's name implies, else `safetensors` with
-            a strategy, and a set for Hugging Face (`hf`) without.
-        strategy: which rank holds which block: a strategy, a strategy file, or rules (`.yaml`); None for whole tensors.
-        ranks: only these ranks of the target.
-        remove_redundancy: store each block on one of the ranks that would hold it.
-        link_replicas: make equal target files links to one file.
-        target_cipher: encrypts the target's `.ckpt` files.
-        memory: the most resident memory to use, in bytes or as `"1GB"`, beside arrays that are in memory already. It
-            counts the chunks of the same rows three times for each thread, but not memory that dask needs to compute
-            them.
-        threads: as for `Plan.run`.
-        client: as for `Plan.run`.
-        scheduler: as for `Plan.run`.
-        overwrite: as for `Plan.run`.
-        restart: as for `Plan.run`.
-        progress: as for `Plan.run`.
-        storage_options: as for `reshard.open`, for the target.
-        of_format: options of the format, as for `reshard.convert`.
+        to: as in `reshard.convert`; by default the format that the target's name implies, else `safetensors` with a
+            strategy, and a set for Hugging Face (`hf`) without.
+        target_strategy: which rank holds which block: a strategy, a strategy file, or rules (`.yaml`); None for whole
+            tensors.
+        options: as in `help(reshard.api.options)`: `ranks`, `target_stage`, `remove_redundancy`, `target_cipher`;
+            `memory` (beside arrays that are in memory already; it counts the chunks of the same rows three times for
+            each thread, but not what dask needs to compute them), `threads`, `client`, `overwrite`, `restart`,
+            `progress`, `storage_options`; and those of the format.
 
     Raises:
         reshard.UsageError: an array has a dtype that no checkpoint has, or chunks of unknown sizes; options that
@@ -204,7 +181,7 @@ def write(
         reshard.StrategyError, reshard.SourceError, reshard.TargetError: as `reshard.plan` and `Plan.run` do.
 
     >>> import numpy as np
-    >>> report = reshard.write({"w": np.arange(6.0).reshape(2, 3)}, "arrays", format="hf")
+    >>> report = reshard.write({"w": np.arange(6.0).reshape(2, 3)}, "arrays", to="hf")
     >>> report.files
     ('model-00001-of-00001.safetensors', 'model.safetensors.index.json')
     >>> reshard.open("arrays")["w"][1].compute()
@@ -212,15 +189,13 @@ def write(
     """
     if not arrays:
         raise UsageError("there are no arrays to write", code="no-tensors")
-    use_options(storage_options, target)
+    given: dict[str, Any] = {**options}
+    how = taken(given, RunningOptions)
+    use_options(how.pop("storage_options", None), target)
+    progress, threads = how.pop("progress", None), given.get("threads")
     source = assign(Checkpoint(ARRAYS, {}, (), (), opening=Opening(by_file=True)), arrays)
-    options = TargetOptions(
-        to=format, target_strategy=strategy, ranks=ranks, remove_redundancy=remove_redundancy,
-        link_replicas=link_replicas, of_format=given_options(of_format, "write"), memory=size_of(memory, "memory"),
-        target_cipher=target_cipher,
-    )  # fmt: skip
+    wanted = target_options(given, "write", to=to, target_strategy=target_strategy)
     path = as_place(target)
-    options = with_format(options, path, "safetensors" if strategy is not None else "hf")
-    conversion = job(source, path, OpenOptions(), options, Selection(), threads=threads)
-    running = RunOptions(client=client_of(client, scheduler), threads=threads, overwrite=overwrite, restart=restart)
-    return carried_out(conversion, path, running, progress)
+    wanted = with_format(wanted, path, "safetensors" if target_strategy is not None else "hf")
+    conversion = job(source, path, OpenOptions(), wanted, Selection(), threads=threads)
+    return carried_out(conversion, path, RunOptions(threads=threads, **how), progress)

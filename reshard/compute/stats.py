@@ -227,7 +227,7 @@ class CheckpointStats:
         """Return the statistics of a tensor.
 
         Raises:
-            reshard.MissingNameError: there are none of this name.
+            reshard.UsageError: there are none of this name.
         """
         if name not in self.tensors:
             raise missing_name(name, self.tensors, "there are no statistics of a tensor")

@@ -178,7 +178,7 @@ def merge_strategies(directory: str | os.PathLike[str], target: str | os.PathLik
     >>> from pathlib import Path
     >>> Path("stages").mkdir()
     >>> file = Path("src_strategy.ckpt").rename("stages/src_strategy_0.ckpt")
-    >>> reshard.merge_strategies("stages", "merged.ckpt")
+    >>> merge_strategies("stages", "merged.ckpt")
     <Strategy: 12 tensors over 8 ranks>
     """
     source = as_place(directory)

@@ -22,6 +22,7 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_yaml, refuse_existing, refuse_inputs
 from reshard.errors import Faults, SourceError, UsageError, VerifyError, bytes_text, printable
 from reshard.formats.open import open as open_checkpoint
+from reshard.strategy.files import merge_strategies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,7 +96,7 @@ def merge_strategy(directory: Path, output: Path, overwrite: bool) -> None:
             hint="choose another directory",
         )
     refuse_existing(output, overwrite=overwrite)
-    _say_written(reshard.merge_strategies(directory, output), output)
+    _say_written(merge_strategies(directory, output), output)
 
 
 EXAMPLE = """\

@@ -227,7 +227,7 @@ class Report(NamedTuple):
     def manifest(self) -> Manifest:
         """Return the manifest of the target files, without reading them if possible.
 
-        It equals the result of `reshard.make_manifest`. Checksums are from the ledger, including the records of earlier
+        It equals the result of `reshard.Manifest.make`. Checksums are from the ledger, including the records of earlier
         runs; a block without a checksum is read.
 
         Raises:
@@ -239,7 +239,7 @@ class Report(NamedTuple):
         return manifest
 
     def write_manifest(self, path: AnyName, *, overwrite: bool = False) -> int:
-        """Write the manifest file by file, like `reshard.write_manifest`.
+        """Write the manifest file by file, like `reshard.Manifest.write`.
 
         Returns:
             the number of checksums in it.

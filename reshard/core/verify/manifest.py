@@ -20,7 +20,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from reshard.arguments import checked
 from reshard.core.layout.block import LONGEST_NAME
@@ -96,15 +96,35 @@ class Manifest:
     Raises:
         SourceError: a path leads out of the directory.
 
-    >>> manifest = reshard.make_manifest("src_checkpoints")
+    >>> manifest = reshard.Manifest.make("src_checkpoints")
     >>> manifest.files["rank_0/checkpoint_0.ckpt"].nbytes
     12445
+    >>> manifest.write("sums.json")
+    128
+    >>> reshard.Manifest.read("sums.json") == manifest
+    True
     """
 
     files: Mapping[str, FileSums]
 
     def __post_init__(self) -> None:
         check_paths(self.files)
+
+    @staticmethod
+    def make(target: AnyName, **options: Any) -> Manifest:
+        """Read the files of a checkpoint, and return their manifest; see `make_manifest`."""
+        from reshard.core.verify.manifest_files import make_manifest  # above this module
+
+        return make_manifest(target, **options)
+
+    @staticmethod
+    def read(path: AnyName) -> Manifest:
+        """Read and validate a manifest, which may be at a URL; see `read_manifest`."""
+        return read_manifest(path)
+
+    def write(self, path: AnyName, *, overwrite: bool = False) -> int:
+        """Write it as JSON, and return the number of checksums in it; see `write_manifest`."""
+        return write_manifest(self, path, overwrite=overwrite)
 
     @classmethod
     def of(
@@ -166,7 +186,7 @@ def write_manifest(
         SourceError: a path leads out of the directory.
         TargetError: the file exists, or cannot be written.
 
-    >>> reshard.write_manifest(reshard.make_manifest("src_checkpoints"), "sums.json")
+    >>> reshard.Manifest.make("src_checkpoints").write("sums.json")
     128
     >>> bool(reshard.verify("src_checkpoints", manifest="sums.json"))
     True
@@ -213,8 +233,8 @@ def read_manifest(path: AnyName) -> Manifest:
         SourceError: it cannot be read, is not a manifest, has another version, or has paths that lead out of the
             directory.
 
-    >>> count = reshard.write_manifest(reshard.make_manifest("src_checkpoints"), "sums.json")
-    >>> len(reshard.read_manifest("sums.json").files)
+    >>> count = reshard.Manifest.make("src_checkpoints").write("sums.json")
+    >>> len(reshard.Manifest.read("sums.json").files)
     8
     """
     faults = Faults(f"manifest {path}")

@@ -67,7 +67,7 @@ def make_manifest(
         SourceError: a file cannot be read, or is corrupt.
         UsageError: the target is a zarr store, or encrypted.
 
-    >>> manifest = reshard.make_manifest("src_checkpoints")
+    >>> manifest = reshard.Manifest.make("src_checkpoints")
     >>> len(manifest.files), min(manifest.files)
     (8, 'rank_0/checkpoint_0.ckpt')
     """
@@ -273,7 +273,7 @@ def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool 
         raise UsageError(
             f"the run into {report.directory} made no checksums for a manifest",
             code="no-checksums",
-            hint="run with checksums=True and a ledger, or read the files with reshard.make_manifest",
+            hint="run with checksums=True and a ledger, or read the files with reshard.Manifest.make",
         )
     items = sums_of_files(sums.root, sums.files, sums)
     if path is None:

@@ -65,7 +65,7 @@ class Checkpoint2(Options):
         common: the contents of `common.json`; by default the source's file, or made from the source's progress.
 
     >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
-    >>> report = reshard.plan(source, "dst_strategy.ckpt", files=reshard.Checkpoint2(step=4)).run("run")
+    >>> report = reshard.plan(source, "dst_strategy.ckpt", to="checkpoint2", target_step=4).run("run")
     >>> report.files[0]
     'iteration_00000004/checkpoint-model-0000000-0000004.safetensors'
     """

@@ -95,7 +95,7 @@ class DCP(Options):
         UsageError: a size below 1, or a number of steps below 0.
 
     >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
-    >>> report = reshard.plan(source, files=reshard.DCP(step=100)).run("run")
+    >>> report = reshard.plan(source, to="dcp", target_step=100).run("run")
     >>> report.files[0], report.files[-1]
     ('iter_0000100/__0_0.distcp', 'latest_checkpointed_iteration.txt')
     """

@@ -63,7 +63,7 @@ class Ranks(Target):
         if request.target is not None and not isinstance(request.target, Strategy):
             raise UsageError(
                 "the target is the layout of a Checkpoint 2.0, not a Strategy", code="wrong-type",
-                hint="give files=reshard.Checkpoint2(), or a Strategy",
+                hint="give to='checkpoint2', or a Strategy",
             )  # fmt: skip
         files = request.files
         if isinstance(files, HuggingFaceSet | MindSporeSet) and files.max_shard_size is None:

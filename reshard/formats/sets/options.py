@@ -39,7 +39,7 @@ class MindSporeSet(Options):
             largest file of a source that is a set, too, else for `MAX_SHARD_BYTES`.
 
     >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
-    >>> reshard.plan(source, format="safetensors", files=reshard.MindSporeSet()).run("whole").files
+    >>> reshard.plan(source, to="mindspore").run("whole").files
     ('part0.safetensors', 'hyper_param.safetensors', 'param_name_map.json')
     """
 
@@ -94,8 +94,7 @@ class HuggingFaceSet(Options):
             `MindSporeSet`.
 
     >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
-    >>> files = reshard.HuggingFaceSet(max_shard_size=10_000)
-    >>> reshard.plan(source, format="safetensors", files=files).run("hf").files
+    >>> reshard.plan(source, to="hf", max_shard_size="10kB").run("hf").files
     ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json')
     """
 

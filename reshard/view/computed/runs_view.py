@@ -92,7 +92,7 @@ def runs(path: AnyName, *, storage_options: Mapping[str, Any] | None = None) -> 
 
     >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
     >>> for step in (100, 200):
-    ...     report = reshard.plan(source, files=reshard.DCP(step=step)).run("run")
+    ...     report = reshard.plan(source, to="dcp", target_step=step).run("run")
     >>> runs = reshard.runs("run")
     >>> [(each.step, each.state) for each in runs]
     [('100', 'complete'), ('200', 'complete')]

@@ -95,10 +95,10 @@ class OpenedArrays(Arrays):
         """Draw which rank holds which block of a tensor, now and in a target strategy.
 
         Raises:
-            reshard.MissingNameError: there is no such tensor; a `KeyError`.
+            reshard.UsageError: there is no such tensor; a `KeyError`, too.
             reshard.SourceError: it cannot be read.
             reshard.UsageError: the target strategy does not name it.
-            reshard.LayoutError: the target strategy does not fit its shape.
+            reshard.SourceError: the target strategy does not fit its shape.
         """
         from reshard.view.html import picture
 
@@ -117,7 +117,7 @@ class OpenedArrays(Arrays):
             bins: the number of bins, of equal width; at most 65,536.
 
         Raises:
-            reshard.MissingNameError: there is no such tensor.
+            reshard.UsageError: there is no such tensor.
             reshard.SourceError: it cannot be read.
             reshard.UsageError: `bins` is below 1, or too large.
         """
