@@ -82,7 +82,8 @@ def plan(
     >>> plan.run("dst").tensors
     15
     """
-    record, given = record_of(source), {**options}
+    record = record_of(source)
+    given: dict[str, Any] = {**options}
     refuse_format(target_strategy, f"give it as to={target_strategy!r}")
     chosen: dict[str, Any] = taken(given, SelectionOptions)
     if (selection := chosen.get("selection")) is not None:

@@ -123,7 +123,7 @@ class Running(RunOptions):
 
 
 def _running_of(*, tune: dict[str, bool], **values: Any) -> Running:
-    return Running(**values, **tune)
+    return Running(**{**values, **tune})
 
 
 run_options = record(

@@ -170,7 +170,7 @@ def torchtitan(folder: Path) -> None:
         tensors = {name: array, f"{state}.exp_avg": array * np.float32(0.1), f"{state}.exp_avg_sq": array**2}
         arrays |= tensors | {f"{state}.step": np.array(1000, np.float32)}
         layouts |= dict.fromkeys(tensors, layout_of[weight.cut]) | {f"{state}.step": Layout.of([4, 2], [])}
-    write(arrays, folder / "step-1000", strategy=Strategy.of(layouts), format="dcp")
+    write(arrays, folder / "step-1000", target_strategy=Strategy.of(layouts), to="dcp")
     shutil.rmtree(folder / "step-1000" / ".reshard")  # torchtitan leaves none
     write(arrays, folder / "model.safetensors")
 
@@ -189,7 +189,7 @@ def _write_runs(folder: Path) -> None:
     random = np.random.default_rng(8)
     for name in ("step-100", "step-200", "step-300", *(f"crashed/{step}" for step in _CRASHED)):
         step = {weight: random.standard_normal(shape, np.float32) for weight, shape in shapes.items()}
-        write(step, folder / name, format="dcp", strategy=rows)
+        write(step, folder / name, to="dcp", target_strategy=rows)
         shutil.rmtree(folder / name / ".reshard")  # PyTorch leaves none
     (folder / "crashed" / "step-400" / ".metadata").unlink()  # it is written last
     yesterday = time.time() - 86_400
@@ -214,6 +214,6 @@ def _write_steps(folder: Path) -> None:
     first, second, third = ({name: model[name] + change for name, change in noise(0.001).items()} for _ in range(3))
     second["layers.2.up.weight"][100, 7] = np.nan
     rows = Strategy.of({name: Layout.of([8], _ROWS[: len(shape)]) for name, shape in shapes.items()})
-    write(first, folder / "step-1000", strategy=rows)
-    write(second, folder / "step-2000", format="dcp")
-    write(third, folder / "step-3000", format="hf")
+    write(first, folder / "step-1000", target_strategy=rows)
+    write(second, folder / "step-2000", to="dcp")
+    write(third, folder / "step-3000", to="hf")
