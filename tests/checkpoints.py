@@ -9,9 +9,14 @@ import helpers
 import numpy as np
 
 import reshard
+from reshard.api.choices import selection_of, target_of
+from reshard.api.options import SelectionOptions, taken
+from reshard.api.plans import Plan
 from reshard.core.model.entries import Content
+from reshard.core.plan.make import plan as make_plan
 from reshard.dtypes import BY_NAME
 from reshard.kits.files import by_name
+from reshard.sizes import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,3 +146,15 @@ def strategy_of(case: Path, side: dict) -> reshard.Strategy | None:
 def places(layout: FileLayout) -> dict[str, Runs]:
     """Return where the tensors of a file go, by name."""
     return {content.name: content.runs for content in layout.contents if content.text is None}
+
+
+def plan_with(source: reshard.Checkpoint, target: Any = None, *, files: Any, format: Any = None, **options: Any) -> Any:
+    """A plan with options of a format as an object, or with another way to lay out files of ranks."""
+    selection = selection_of(**taken(options, SelectionOptions))
+    record, memory = source._record, size_of(options.pop("memory", None), "memory")
+    layout, stage = target_of(target, record, selection), options.pop("target_stage", None)
+    return Plan(
+        make_plan(
+            record, layout, format=format, files=files, selection=selection, memory=memory, stage=stage, **options
+        )
+    )

@@ -47,5 +47,5 @@ def flip(path: Path, name: str, element: int, bit: int = 0) -> None:
 def sides(tmp_path: Path) -> tuple[Path, Path]:
     """A source of 8 ranks, and what a conversion made of it for 6."""
     source = write_ranks(tmp_path / "src", FULL, BEFORE, "ckpt", also={"step": np.array(7, np.int32), "note": "hello"})
-    reshard.plan(reshard.open(source, strategy=BEFORE), AFTER, format="safetensors").run(tmp_path / "dst", fsync=False)
+    reshard.plan(reshard.open(source, strategy=BEFORE), AFTER, to="safetensors").run(tmp_path / "dst", fsync=False)
     return source, tmp_path / "dst"

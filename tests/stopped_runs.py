@@ -85,7 +85,7 @@ def command(source: reshard.Checkpoint, tmp_path: Path) -> list[str | Path]:
     strategies: list[str | Path] = [
         "--source-strategy", tmp_path / "source.ckpt", "--target-strategy", tmp_path / "target.ckpt",
     ]  # fmt: skip
-    return ["transform", tmp_path / "src", tmp_path / "out", *strategies]
+    return ["convert", tmp_path / "src", tmp_path / "out", *strategies]
 
 
 def times(root: Path) -> dict[str, tuple[int, int]]:

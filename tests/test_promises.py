@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import assert_rank_files, blocks, numbers, tree, write_file, write_ranks
+from checkpoints import assert_rank_files, blocks, numbers, plan_with, tree, write_file, write_ranks
 from commands import call, done
 from faulty import IMPORTED, Faults, raising
 from refusals import failed
 
 import reshard
-from reshard import Layout, Strategy, ZarrGroup
+from reshard import Layout, Strategy
 from reshard.core.layout.block import Block
 from reshard.core.plan import budget
 from reshard.core.storage.base import PARTIAL
 from reshard.dtypes import BY_NAME
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 def words(folder: Path, out: str, *more: str) -> list[str]:
     """The command that writes the target."""
     strategies = [f"--source-strategy={folder / 'source.ckpt'}", f"--target-strategy={folder / 'target.ckpt'}"]
-    return ["transform", str(folder / "src"), str(folder / out), *strategies, *more]
+    return ["convert", str(folder / "src"), str(folder / out), *strategies, *more]
 
 
 @pytest.fixture
@@ -123,10 +125,10 @@ for line in sys.argv[1:]:
 """
     source = f"--source-strategy={folder / 'source.ckpt'}"
     lines = [
-        " ".join(words(folder, "out", "--format=ckpt")),
+        " ".join(words(folder, "out", "--to=ckpt")),
         f"verify {folder / 'out'} --target-strategy={folder / 'target.ckpt'} --against {folder / 'src'} {source}",
-        f"unify {folder / 'src'} {folder / 'set'} {source} --style=huggingface --cast=float32=bfloat16",
-        f"unify {folder / 'src'} {folder / 'store.zarr'} {source} --format=zarr --compression=zstd",
+        f"convert {folder / 'src'} {folder / 'set'} {source} --to=hf --cast=float32=bfloat16",
+        f"convert {folder / 'src'} {folder / 'store.zarr'} {source} --to=zarr --compression=zstd",
         f"inspect {folder / 'store.zarr'}",
     ]
     subprocess.run([sys.executable, "-c", code, *lines], check=True, capture_output=True, text=True)
@@ -158,13 +160,13 @@ def covered(ranges: Iterable[tuple[str, int, int]]) -> dict[str, set[int]]:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("partition", ["tensor", "file"])
-@pytest.mark.parametrize("files", [None, reshard.MindSporeSet(3000), reshard.HuggingFaceSet(), ZarrGroup(100)])
+@pytest.mark.parametrize("files", [None, MindSporeSet(3000), HuggingFaceSet(), ZarrGroup(100)])
 def test_nothing_is_held_that_is_larger_than_a_band(folder: Path, faults: Faults, partition: str, files: Any) -> None:
     """Not even a row: the widest is of 64 bytes, and of three dimensions 128; headers are not tensors."""
     if isinstance(files, ZarrGroup) and partition == "file":
         pytest.skip("local stores are written by tensor")
     target = TARGET if files is None else None
-    plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), target, files=files)
+    plan = plan_with(reshard.open(folder / "src", strategy=SOURCE), target, files=files)
     seen = Watched(faults)
     plan.run(folder / "out", partition=partition)
     assert max(nbytes for _, _, nbytes in seen.read) <= 128
@@ -256,7 +258,7 @@ def stopping(faults: Faults, number: int) -> AbstractContextManager[None]:
 
 @pytest.mark.usefixtures("small")
 def test_stopped_at_any_write_a_store_has_no_group(folder: Path, faults: Faults) -> None:
-    plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), files=ZarrGroup(500))
+    plan = reshard.plan(reshard.open(folder / "src", strategy=SOURCE), to="zarr", chunk_size=500)
     seen = Watched(faults)
     plan.run(folder / "undisturbed.zarr")
     expected, count = tree(folder / "undisturbed.zarr"), len(seen.written)
@@ -325,7 +327,7 @@ def test_the_key_of_encrypted_files_is_in_no_file_that_is_written(tmp_path: Path
     made.mkdir()
     plan = reshard.plan(source, TARGET)
     plan.save(made / "plan.json")
-    encrypting = reshard.plan(source, TARGET, format="ckpt", target_cipher=target_cipher)
+    encrypting = reshard.plan(source, TARGET, to="ckpt", target_cipher=target_cipher)
     encrypting.save(made / "encrypting.json")
     with stopping(faults, 5), pytest.raises(StoppedError):
         encrypting.run(made / "encrypted and stopped", threads=1)
@@ -366,7 +368,7 @@ def commands_with_keys(tmp_path: Path, made: Path, key: bytes, target_key: bytes
         (tmp_path / name).write_bytes(content)
     right, other = ("--key-file", tmp_path / "right"), ("--target-key-file", tmp_path / "other")
     strategies = ["--source-strategy", tmp_path / "source.ckpt", "--target-strategy", tmp_path / "target.ckpt"]
-    typed = ["transform", tmp_path / "src", made / "typed", *strategies, *right, *other]
+    typed = ["convert", tmp_path / "src", made / "typed", *strategies, *right, *other]
     found = ""
     for command, code in (
         (["plan", *typed[1:], "-o", made / "typed.json", "--json"], 2),  # a plan file takes no target of elsewhere
@@ -379,7 +381,7 @@ def commands_with_keys(tmp_path: Path, made: Path, key: bytes, target_key: bytes
         (["inspect", made / "typed", "--key-file", tmp_path / "longer"], 2),
         (["run", made / "typed.json", made / "run", *right, *other, "--json"], 0),
         (["run", made / "typed.json", made / "run", *right], 2),
-        (["transform", *typed[1:], "--encryption", "SM4-CBC"], 2),
+        (["convert", *typed[1:], "--encryption", "SM4-CBC"], 2),
         ([*typed[:-2], "--target-key-file", tmp_path / "right"], 6),
     ):
         result = call(*command, "--debug")
@@ -429,10 +431,10 @@ def test_what_is_refused_is_refused_by_every_command(tmp_path: Path, fault: str)
     reshard.write_strategy(strategy, tmp_path / "source.ckpt")
     source = [tmp_path / "src", f"--source-strategy={tmp_path / 'source.ckpt'}"]
     for command in (
-        ["transform", *source, tmp_path / "out"],
-        ["unify", *source, tmp_path / "out"],
-        ["unify", *source, tmp_path / "out", "--style=huggingface"],
-        ["unify", *source, tmp_path / "out", "--format=zarr"],
+        ["convert", *source, tmp_path / "out"],
+        ["convert", "--to=mindspore", *source, tmp_path / "out"],
+        ["convert", *source, tmp_path / "out", "--to=hf"],
+        ["convert", *source, tmp_path / "out", "--to=zarr"],
         ["plan", *source, "-o", tmp_path / "out"],
         ["inspect", *source],
     ):
@@ -462,9 +464,9 @@ def test_exit_codes_are_those_of_the_readme(folder: Path) -> None:
     (folder / "somebody/rank_0").mkdir(parents=True)
     (folder / "somebody/rank_0/checkpoint_0.safetensors").write_bytes(b"theirs")
     assert call(*words(folder, "somebody")).exit_code == 6
-    assert done("unify", folder / "src", folder / "store.zarr", source, "--format=zarr").exit_code == 0
-    assert call("unify", folder / "src", folder / "store.zarr", source, "--format=zarr").exit_code == 0
+    assert done("convert", folder / "src", folder / "store.zarr", source, "--to=zarr").exit_code == 0
+    assert call("convert", folder / "src", folder / "store.zarr", source, "--to=zarr").exit_code == 0
     (folder / "store.zarr/mine").write_bytes(b"theirs")
-    assert call("unify", folder / "src", folder / "store.zarr", source, "--format=zarr").exit_code == 6
+    assert call("convert", folder / "src", folder / "store.zarr", source, "--to=zarr").exit_code == 6
     assert (folder / "somebody/rank_0/checkpoint_0.safetensors").read_bytes() == b"theirs"
     assert not (folder / "new").exists()

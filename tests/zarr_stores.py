@@ -11,9 +11,10 @@ from checkpoints import Array, numbers, write_ranks
 from click.testing import CliRunner
 
 import reshard
-from reshard import Layout, Strategy, ZarrGroup
+from reshard import Layout, Strategy
 from reshard.cli.main import cli
 from reshard.core.plan import budget
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -79,7 +79,7 @@ def test_results_are_data_frames(source: reshard.Checkpoint, whole: Path, tmp_pa
     assert frame["cut"].nunique() == 3
 
     casts = {str(source["w"].dtype): "float64"}
-    plan = reshard.plan(source, format="hf", cast=casts, name_map={"c": "d"}).to_dataframe().set_index("name")
+    plan = reshard.plan(source, to="hf", cast=casts, name_map={"c": "d"}).to_dataframe().set_index("name")
     assert plan.loc["w", ["dtype", "source_dtype"]].tolist() == ["float64", str(source["w"].dtype)]
     assert plan.loc["w", "nbytes"] == 48 * 16 * 8
     assert plan.loc["d", ["source_name", "blocks"]].tolist() == ["c", 1]
@@ -89,7 +89,7 @@ def test_results_are_data_frames(source: reshard.Checkpoint, whole: Path, tmp_pa
     assert stats.loc["layers.0.w", "mean"] == VALUES["layers.0.w"].mean()
     assert stats.loc["layers.1.w", "nans"] == 8
 
-    reshard.write({"layers.0.w": VALUES["layers.0.w"] + np.float32(2)}, tmp_path / "other", format="hf")
+    reshard.write({"layers.0.w": VALUES["layers.0.w"] + np.float32(2)}, tmp_path / "other", to="hf")
     diff = reshard.diff(whole, tmp_path / "other").to_dataframe()
     assert diff[["name", "max_abs", "within"]].to_numpy().tolist() == [["layers.0.w", 2.0, False]]
 
@@ -172,14 +172,14 @@ def test_home_is_expanded(whole: Path, tmp_path: Path, monkeypatch: pytest.Monke
     reshard.convert("~/whole.safetensors", "~/out", to="hf")
     assert reshard.verify("~/out", against=Path("~/whole.safetensors"))
     assert len(reshard.runs("~")) == 2
-    plan = reshard.plan(opened, format="hf")
+    plan = reshard.plan(opened, to="hf")
     plan.save("~/plan.json")
     reshard.read_plan("~/plan.json").run("~/again")
     reshard.write_strategy(STRATEGY, "~/strategy.ckpt")
     assert reshard.read_strategy("~/strategy.ckpt").tensors.keys() == STRATEGY.tensors.keys()
     opened.picture("layers.0.w").save("~/picture.svg")
     reshard.demo("mindspore", "~/demo")
-    reshard.write_manifest(reshard.make_manifest("~/out"), "~/sums.json")
+    reshard.Manifest.make("~/out").write("~/sums.json")
     assert call("convert", "~/whole.safetensors", "~/by_command", "--to", "hf").exit_code == 0
     written = {"out", "plan.json", "again", "strategy.ckpt", "picture.svg", "demo", "sums.json", "by_command"}
     assert written <= {path.name for path in tmp_path.iterdir()}
@@ -222,7 +222,7 @@ def test_a_warning_points_at_the_line_of_the_user(stale: Path, tmp_path: Path) -
     assert [(each.filename, each.lineno) for each in caught] == [(__file__, line_of("opened = reshard.open(stale"))]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what was said once is not said again
-        plan = reshard.plan(opened, format="hf")
+        plan = reshard.plan(opened, to="hf")
         plan.run(tmp_path / "out")
         opened.scale("w", factor=2.0)
         reshard.convert(opened, tmp_path / "zarr", to="zarr")

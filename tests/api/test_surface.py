@@ -76,22 +76,22 @@ def test_a_plan_takes_paths_sizes_words_and_keywords(source: reshard.Checkpoint,
     read = reshard.plan(source, reshard.read_strategy(home / "dst_strategy.ckpt"), memory=10**9)
     assert by_path.stats == read.stats
     chosen = {"include": ["net.layer1.*"], "name_map": {"net.*": "model.*"}, "cast": {"float32": "bfloat16"}}
-    reshard.plan(source, format="hf", max_shard_size="1kB", **chosen).run(tmp_path / "hf")
+    reshard.plan(source, to="hf", max_shard_size="1kB", **chosen).run(tmp_path / "hf")
     names = set(json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"])
     opened = reshard.open(tmp_path / "hf")
     assert names == set(opened) == {name.replace("net.", "model.") for name in source.sel("net.layer1.*")}
     assert {tensor.spec.dtype.name for tensor in opened.tensors.values()} == {"bfloat16"}
     assert reshard.verify(tmp_path / "hf", against=source, memory="1GB", **chosen)
     for format, mark in {"mindspore": "param_name_map.json", "dcp": ".metadata", "zarr": "zarr.json"}.items():
-        reshard.plan(source, format=format).run(tmp_path / format)
+        reshard.plan(source, to=format).run(tmp_path / format)
         assert (tmp_path / format / mark).is_file()
-    reshard.plan(source, format="checkpoint2", step=3).run(tmp_path / "run")
+    reshard.plan(source, to="checkpoint2", target_step=3).run(tmp_path / "run")
     assert (tmp_path / "run" / "iteration_00000003").is_dir()
 
 
 def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint, home: Path) -> None:
     with refused(reshard.UsageError, "option-of-another-format", "strategy"):
-        reshard.plan(source, home / "dst_strategy.ckpt", format="hf")
+        reshard.plan(source, home / "dst_strategy.ckpt", to="hf")
     with refused(reshard.UsageError, "two-selections", "include"):
         reshard.plan(source, selection=reshard.Selection(), include="*")
     with refused(reshard.UsageError, "bad-size", "memory"):
@@ -99,7 +99,7 @@ def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint, home: Pa
     with refused(reshard.UsageError, "not-a-checkpoint", "src"):
         reshard.plan("src")  # type: ignore[arg-type]
     with refused(reshard.UsageError, "option-of-another-format", "max_shard_size"):
-        reshard.plan(source, files=reshard.HuggingFaceSet(), max_shard_size="1GB")
+        reshard.plan(source, to="hf", max_shard_size="1GB")
 
 
 def test_a_format_in_place_of_a_strategy_is_refused_with_the_keyword_that_takes_it(
@@ -107,10 +107,10 @@ def test_a_format_in_place_of_a_strategy_is_refused_with_the_keyword_that_takes_
 ) -> None:
     with refused(UsageError, "not-a-strategy", "format='dcp'"):
         reshard.plan(source, "dcp")
-    assert reshard.plan(source, format="dcp")
+    assert reshard.plan(source, to="dcp")
     with refused(UsageError, "not-a-strategy", "to='huggingface'"):
         reshard.convert(source, tmp_path / "out", target_strategy="huggingface")
-    reshard.write({"w": np.ones((2, 2), np.float32)}, tmp_path / "src", format="hf")
+    reshard.write({"w": np.ones((2, 2), np.float32)}, tmp_path / "src", to="hf")
     arguments = ("convert", tmp_path / "src", tmp_path / "out", "--target-strategy", "hf")
     failed(2, "not-a-strategy", *arguments, places=("--to hf",))
     monkeypatch.chdir(tmp_path)
@@ -119,7 +119,7 @@ def test_a_format_in_place_of_a_strategy_is_refused_with_the_keyword_that_takes_
 
 
 def test_a_graph_gives_a_report_and_a_run_takes_a_scheduler(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    plan = reshard.plan(source, format="safetensors")
+    plan = reshard.plan(source, to="safetensors")
     computed = plan.graph(tmp_path / "computed").compute()
     assert isinstance(computed, reshard.Report)
     called = []
@@ -129,12 +129,12 @@ def test_a_graph_gives_a_report_and_a_run_takes_a_scheduler(source: reshard.Chec
         return dask.threaded.get(tasks, key, **options)
 
     told: list[reshard.Progress] = []
-    report = plan.run(tmp_path / "run", scheduler=get, progress=told.append)
+    report = plan.run(tmp_path / "run", client=get, progress=told.append)
     assert called
     assert report.bytes_written == computed.bytes_written == told[-1].written
     assert reshard.verify(tmp_path / "run")
     with refused(reshard.UsageError, "two-schedulers"):
-        plan.run(tmp_path / "again", scheduler=get, client=object())
+        plan.run(tmp_path / "again", client=get, client=object())
 
 
 def test_convert_takes_the_format_from_the_name_or_the_source(
@@ -161,7 +161,7 @@ def test_convert_takes_the_format_from_the_name_or_the_source(
 
 
 def test_the_safetensors_library_reads_what_was_written(source: reshard.Checkpoint, home: Path, tmp_path: Path) -> None:
-    reshard.plan(source, home / "dst_strategy.ckpt", format="safetensors").run(tmp_path / "out")
+    reshard.plan(source, home / "dst_strategy.ckpt", to="safetensors").run(tmp_path / "out")
     found = reshard.verify(tmp_path / "out", independent=True)
     assert found
     assert found.independent == 4
@@ -179,7 +179,7 @@ def test_the_safetensors_library_reads_what_was_written(source: reshard.Checkpoi
 
 
 def test_the_command_reads_with_the_library_too(case: Case, tmp_path: Path) -> None:
-    done("transform", case.source, tmp_path / "out", *case.strategies, "--format", "safetensors")
+    done("convert", case.source, tmp_path / "out", *case.strategies, "--to", "safetensors")
     result = json.loads(done("verify", tmp_path / "out", "--independent", "--json").stdout)
     assert (result["independent"], result["equal"]) == (4, True)
     assert call("verify", tmp_path / "out" / "rank_0", "--independent").exit_code == 2

@@ -15,6 +15,7 @@ from refusals import refused
 
 import reshard
 from reshard import Checkpoint, Plan, UsageError, arguments
+from reshard.formats.sets.options import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,7 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("target", lambda on: ANY.plan(on.source, target=5)),
     ("format", lambda on: ANY.plan(on.source, format=5)),
     ("files", lambda on: ANY.plan(on.source, files="hf")),
-    ("files", lambda on: ANY.plan(on.source, files=reshard.HuggingFaceSet)),
+    ("files", lambda on: ANY.plan(on.source, files=HuggingFaceSet)),
     ("include", lambda on: ANY.plan(on.source, include=np.array("w"))),
     ("name", lambda on: on.source.array(5)),
     ("bins", lambda on: on.source.hist("w", True)),
@@ -64,7 +65,7 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("threads", lambda on: on.plan.run(on.out, threads=0)),
     ("directory", lambda on: on.plan.run(5)),
     ("client", lambda on: on.plan.run(on.out, client=5)),
-    ("scheduler", lambda on: on.plan.run(on.out, scheduler=5)),
+    ("scheduler", lambda on: on.plan.run(on.out, client=5)),
     ("progress", lambda on: on.plan.run(on.out, progress=5)),
     ("overwrite", lambda on: on.plan.run(on.out, overwrite="no")),
     ("partition", lambda on: on.plan.graph(on.out, partition=5)),
@@ -233,15 +234,15 @@ def test_collections_of_other_libraries_are_those_of_python(tmp_path: Path, kind
 
 def test_numbers_of_numpy_reach_files_as_those_of_python(source: Checkpoint, tmp_path: Path) -> None:
     step: Any = np.int64(3)
-    reshard.convert(source.root, tmp_path / "dcp", to="dcp", step=step, memory=np.int64(10**9))  # type: ignore[arg-type]
-    assert reshard.read_object(reshard.open(tmp_path / "dcp"), "metadata.json")["sharded_backend"] == "torch_dist"
+    reshard.convert(source.root, tmp_path / "dcp", to="dcp", target_step=step, memory=np.int64(10**9))  # type: ignore[arg-type]
+    assert reshard.open(tmp_path / "dcp").read_object("metadata.json")["sharded_backend"] == "torch_dist"
     layout = reshard.Layout.of(np.array([2]), np.array([0, -1]))
     assert layout == reshard.Layout.of([2], [0, -1])
     strategy = reshard.Strategy.of({"w": layout})
-    reshard.write({"w": np.ones((4, 4))}, tmp_path / "ranks", strategy=strategy, ranks=np.array([1]))
-    reshard.plan(source, strategy, ranks=[np.int64(0)], format="ckpt").save(tmp_path / "plan.json")
+    reshard.write({"w": np.ones((4, 4))}, tmp_path / "ranks", target_strategy=strategy, ranks=np.array([1]))
+    reshard.plan(source, strategy, ranks=[np.int64(0)], to="ckpt").save(tmp_path / "plan.json")
     scaled = source.scale("w", factor=np.float32(2))
-    reshard.plan(scaled, format="safetensors").run(tmp_path / "scaled")
+    reshard.plan(scaled, to="safetensors").run(tmp_path / "scaled")
     assert [path.name for path in (tmp_path / "ranks").iterdir() if path.name.startswith("rank")] == ["rank_1"]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import reshard
+from reshard.errors import LayoutError, MissingNameError
 
 if TYPE_CHECKING:
     from dask.array import Array
@@ -26,14 +27,14 @@ def main(source_dir: Path, strategy: Path, target_strategy: str, out: Path) -> N
     shape: tuple[int, ...] = source.tensors[name].spec.shape
     print(array, shape, source.nbytes, source.ranks, source.format, source.unreadable, source.warnings, source.groups())
     selection = reshard.Selection(include=["*"], exclude=(), cast={"float32": "bfloat16"}, name_map={}, drop=["*"])
-    plan: reshard.Plan = reshard.plan(source, target_strategy, format="safetensors", memory="1GB", selection=selection)
+    plan: reshard.Plan = reshard.plan(source, target_strategy, to="safetensors", memory="1GB", selection=selection)
     stats = plan.stats.peak_memory + sum(plan.explain_memory().values())
     block: Array = plan.rank(0)[next(iter(plan.rank(0)))]
     report: reshard.Report = plan.run(out / "ranks", threads=1, progress=show, overwrite=True)
     computed: reshard.Report = plan.graph(out / "computed").compute()
     print(stats, block, report.files, computed.bytes_written)
-    whole = reshard.plan(source, format="hf", max_shard_size="4GB", include="*", weights_only=True)
-    whole.run(out / "hf", scheduler="synchronous")
+    whole = reshard.plan(source, to="hf", max_shard_size="4GB", include="*", weights_only=True)
+    whole.run(out / "hf", client="synchronous")
     print(reshard.convert(out / "hf", out / "one.safetensors", cast={"float32": "float16"}).files)
     result: reshard.Verification = reshard.verify(out / "hf", memory="1GB", independent=True)
     if not result:
@@ -44,13 +45,13 @@ def main(source_dir: Path, strategy: Path, target_strategy: str, out: Path) -> N
         print(opened.hist(name, bins=8).counts, opened.stats()[name].quartiles, opened.to_dataframe())
     try:
         opened["*"]
-    except reshard.MissingNameError as missing:
+    except MissingNameError as missing:
         print(missing.hint)
     try:
         reshard.open(out / "nothing")
     except reshard.SourceError as error:
         print(error.code, error.hint)
-    except (reshard.LayoutError, reshard.StrategyError, reshard.UsageError, reshard.BudgetError, reshard.TargetError):
+    except (LayoutError, reshard.StrategyError, reshard.UsageError, reshard.BudgetError, reshard.TargetError):
         raise
     plan.save(out / "plan.json")
 

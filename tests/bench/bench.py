@@ -9,13 +9,17 @@ How the figures are made. The data is random 16-bit numbers in the shapes of a t
 ranks; only the norms are replicas). Some virtual machines hand free memory back to the host within seconds, and
 touching it again is ten times slower; so before each timed arm a process of its own allocates, touches and frees four
 times the job's bytes. Arms run in random order, the first round is thrown away, and medians are reported with the
-minimum and the maximum. Warm rows: source in the page cache, `--no-fsync`, against `cp -r`. Synced and cold rows: the
+minimum and the maximum. Warm rows: source in the page cache, `--tune=fsync=no`, against `cp -r`. Synced and cold rows: the
 default, against `cp -r` followed by `sync`; one has a source of 0.55 of the machine's memory. The machine's name for
 itself is printed; absolute times mean little. Linux slows writers down when more than 15 % of memory is still to be
 written, as 4 GB in 24 GiB are.
 """
 
 from __future__ import annotations
+
+from checkpoints import plan_with
+from reshard.formats.dcp.names import DCP
+from reshard.formats.sets.options import HuggingFaceSet
 
 import argparse
 import compileall
@@ -172,14 +176,14 @@ class Row:
     title: str
     most: float
     options: list[str] = field(default_factory=list)
-    command: str = "transform"
+    command: str = "convert"
     synced: bool = False
     cold: bool = False
 
 
-_STYLE = ["--style", "checkpoint2"]
-_DCP = ["--format", "dcp"]
-_HF = ["--style", "huggingface", "--rules"]
+_STYLE = ["--to", "checkpoint2"]
+_DCP = ["--to", "dcp"]
+_HF = ["--to", "hf", "--rules"]
 _RULES = [
     ("fused", "QKV by groups, gate and up one behind the other, layers stacked", 1.1),
     ("rows", "gate and up row by row", 1.3),
@@ -190,24 +194,24 @@ ROWS = [
     Row("columns", "st", "columns", "row → column, warm", 0.95),
     Row("six", "st", "six", "8 → 6 ranks, warm", 0.95),
     Row("optimizer", "st", "optimizer", "optimizer-sharded target, warm", 0.95),
-    Row("unify", "st", None, "unify to one set, warm", 0.95, command="unify"),
-    Row("zarr", "st", None, "unify to a zarr store, warm", 1.5, ["--format", "zarr"], command="unify"),
+    Row("convert", "--to=mindspore", "st", None, "convert to one set, warm", 0.95, command="convert", "--to=mindspore"),
+    Row("zarr", "st", None, "convert to a zarr store, warm", 1.5, ["--to", "zarr"], command="convert", "--to=mindspore"),
     Row("pipeline", "pipeline", "tp4", "pipeline 2 → 1, warm", 0.95),
     Row("ckpt", "ckpt", "tp4", ".ckpt → .ckpt, warm", 1.0),
-    Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--format", "safetensors"]),
+    Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--to", "safetensors"]),
     Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _STYLE),
-    Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--style", "huggingface"], command="unify"),
+    Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--to", "hf"], command="convert", "--to=mindspore"),
     Row("dcp-columns", "dcp", "columns", "DCP row → column, warm", 1.1, _DCP),
     Row("hf-dcp", "hf", "st", "Hugging Face set → DCP fsdp8, warm", 1.1, _DCP),
     *(
         Row(
-            f"rules-{name}", "hf", None, f"rules: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], command="unify"
+            f"rules-{name}", "hf", None, f"rules: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], command="convert", "--to=mindspore"
         )
         for name, title, most in _RULES
     ),
     *(
         Row(
-            f"rules-{name}-back", name, None, f"and back: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], "unify"
+            f"rules-{name}-back", name, None, f"and back: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], "convert", "--to=mindspore"
         )
         for name, title, most in _RULES
     ),
@@ -251,7 +255,7 @@ def arms(row: Row, root: Path, out: Path, torch: str | None = None) -> dict[str,
         ours += ["--source-strategy", str(root / f"{row.source}.strategy.ckpt")]
     if row.target:
         ours += ["--target-strategy", str(root / f"{row.target}.strategy.ckpt")]
-    ours += ["-q", *(option.format(root=root) for option in row.options), *([] if row.synced else ["--no-fsync"])]
+    ours += ["-q", *(option.format(root=root) for option in row.options), *([] if row.synced else ["--tune=fsync=no"])]
     copy = f"cp -r '{source}' '{out}'" + (" && sync" if row.synced else "")
     theirs = (
         {"torch": [torch, "-c", PEAK + TORCH[row.name], str(source), str(out)]} if torch and row.name in TORCH else {}
@@ -333,20 +337,20 @@ def make_data(root: Path, nbytes: int, wanted: set[str], prefix: str = "") -> in
     if prefix + "checkpoint2" in wanted:
         plan = reshard.plan(
             reshard.open(root / f"{prefix}st", strategy=sources["st"]), over_mesh(model, 8, 2),
-            files=reshard.Checkpoint2(step=4),
+            to="checkpoint2", target_step=4,
         )  # fmt: skip
         plan.run(root / f"{prefix}checkpoint2")
         shutil.rmtree(root / f"{prefix}checkpoint2" / ".reshard")
-    for name, target, files in (("dcp", sources["st"], reshard.DCP()), ("hf", None, reshard.HuggingFaceSet())):
+    for name, target, files in (("dcp", sources["st"], DCP()), ("hf", None, HuggingFaceSet())):
         if prefix + name in wanted:
-            plan = reshard.plan(reshard.open(root / f"{prefix}st", strategy=sources["st"]), target, files=files)
+            plan = plan_with(reshard.open(root / f"{prefix}st", strategy=sources["st"]), target, files=files)
             plan.run(root / f"{prefix}{name}")
             shutil.rmtree(root / f"{prefix}{name}" / ".reshard")
     for name, _, _ in _RULES:
         (root / f"{name}.yaml").write_text(json.dumps(rules(name)))
         if name in wanted and not prefix:
             source = reshard.open(root / "hf").derive(reshard.Rules.of(rules(name)))
-            reshard.plan(source, files=reshard.HuggingFaceSet()).run(root / name)
+            reshard.plan(source, to="hf").run(root / name)
             shutil.rmtree(root / name / ".reshard")
     print(f"{len(model)} tensors, {made[0] / 1e9:.2f} GB over 8 ranks, bfloat16, random bytes\n")
     return made[0]

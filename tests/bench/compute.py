@@ -27,7 +27,7 @@ import numpy as np
 import reshard
 
 RESHARD = [sys.executable, "-m", "reshard"]
-SIDE, QUIET = 4096, ["-q", "--no-fsync"]
+SIDE, QUIET = 4096, ["-q", "--tune=fsync=no"]
 TORCH = """
 import sys, torch
 from safetensors.torch import load_file, save_file

@@ -44,7 +44,7 @@ def of_ranks(root: Path, ranks: int) -> reshard.Checkpoint:
     values = np.arange(ranks * 16, dtype="float32").reshape(ranks, 16)
     strategy = reshard.Strategy.of({"w": reshard.Layout.of([ranks], [0, -1])})
     path = root / f"{ranks} ranks"
-    reshard.write({"w": values}, path, strategy=strategy)
+    reshard.write({"w": values}, path, target_strategy=strategy)
     return reshard.open(path, strategy=strategy)
 
 

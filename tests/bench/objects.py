@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent.parent
 PEER = [sys.executable, str(Path(__file__).with_name("objects_peer.py"))]
 BUCKET = "bench"
-NO_COPY = "--no-server-copy"
+NO_COPY = "--tune=server-copy=no"
 SMALL_MEMORY = "100MB"
 VOCABULARY = 32000
 

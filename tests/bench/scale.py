@@ -82,7 +82,7 @@ def bytes_table(root: Path, rounds: int) -> None:
             reshard.write_strategy(over(model, ranks, axis), root / f"{name}.ckpt")
         nbytes = write_source(root / "source", model, over(model, 8, 0), "safetensors")
         for target in ("rows", "columns"):
-            command = [*RESHARD, "transform", str(root / "source"), str(root / "out"), "--no-fsync", "-q"]
+            command = [*RESHARD, "convert", str(root / "source"), str(root / "out"), "--tune=fsync=no", "-q"]
             command += [
                 "--source-strategy",
                 str(root / "source.ckpt"),

@@ -3,7 +3,7 @@
     python tests/bench/zarr_route.py                   # 2 GB, 5 rounds; about five minutes
     python tests/bench/zarr_route.py --values weights  # numbers as weights have them, which compress a little
 
-As in `bench.py`: arms in random order, memory touched before each, the first round thrown away, warm, `--no-fsync`.
+As in `bench.py`: arms in random order, memory touched before each, the first round thrown away, warm, `--tune=fsync=no`.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def arms(root: Path) -> dict[str, list[str]]:
     """Every command that is timed."""
     source, target = str(root / "st"), str(root / "tp4.strategy.ckpt")
     strategy = ["--source-strategy", str(root / "st.strategy.ckpt")]
-    out, quiet = str(root / "out"), ["-q", "--no-fsync"]
-    transform, split = [*bench.RESHARD, "transform"], ["--target-strategy", target, *quiet]
+    out, quiet = str(root / "out"), ["-q", "--tune=fsync=no"]
+    transform, split = [*bench.RESHARD, "convert"], ["--target-strategy", target, *quiet]
     found = {
         "cp -r": ["cp", "-r", source, out],
         "direct": [*transform, source, out, *strategy, *split],
         "via zarr": [*transform, source, f"{out}/t", *strategy, *split, "--via-zarr", f"{out}/s"],
     }
     for name, options in STORES.items():
-        unify = [*bench.RESHARD, "unify", source, out, *strategy, "--format", "zarr", *options, *quiet]
-        found[f"unify to {name}"] = unify
-        found[f"split from {name}"] = [*transform, str(root / name), out, *split, "--format", "safetensors"]
+        unify = [*bench.RESHARD, "convert", source, out, *strategy, "--to", "zarr", *options, *quiet]
+        found[f"convert --to=mindspore to {name}"] = unify
+        found[f"split from {name}"] = [*transform, str(root / name), out, *split, "--to", "safetensors"]
     return found
 
 
@@ -75,7 +75,12 @@ def main() -> None:
             as_weights(root / "st")
         commands = arms(root)
         for name in STORES:
-            bench.timed([str(root / name) if word == str(out) else word for word in commands[f"unify to {name}"]])
+            bench.timed(
+                [
+                    str(root / name) if word == str(out) else word
+                    for word in commands[f"convert --to=mindspore to {name}"]
+                ]
+            )
             nbytes = sum(path.stat().st_size for path in (root / name).rglob("*") if path.is_file())
             files = sum(path.is_file() for path in (root / name).rglob("*"))
             print(f"{name}: {files} files, {nbytes / job:.3f} of the source's bytes")

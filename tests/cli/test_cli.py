@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def test_transform_writes_files_and_says_so(case: Case, tmp_path: Path) -> None:
-    result = done("transform", case.source, tmp_path / "dst", *case.strategies)
+    result = done("convert", case.source, tmp_path / "dst", *case.strategies)
     assert sorted(tree(tmp_path)) == [f"dst/rank_{r}/checkpoint_{r}.ckpt" for r in range(4)]
     wrote, checked, following = result.stdout.splitlines()
     assert wrote.startswith(f"wrote 4 ckpt files for 4 ranks to {tmp_path}/dst   17.3 kB in ")
@@ -32,7 +32,7 @@ def test_transform_writes_files_and_says_so(case: Case, tmp_path: Path) -> None:
 
 
 def test_verbose_tells_the_rest(case: Case, tmp_path: Path) -> None:
-    result = done("transform", case.source, tmp_path / "dst", *case.strategies, "-v")
+    result = done("convert", case.source, tmp_path / "dst", *case.strategies, "-v")
     assert "read 14.9 kB from 2 files, wrote 15.0 kB of contents in " in result.stdout
     assert "9 replicas of blocks" in result.stdout
     assert f"checksums: CRC-32C of every block, in {tmp_path}/dst/.reshard\n" in result.stdout
@@ -40,14 +40,14 @@ def test_verbose_tells_the_rest(case: Case, tmp_path: Path) -> None:
 
 
 def test_the_command_it_proposes_works(case: Case, tmp_path: Path) -> None:
-    result = done("transform", case.source, tmp_path / "dst", *case.strategies, "-v")
+    result = done("convert", case.source, tmp_path / "dst", *case.strategies, "-v")
     assert "15 tensors, 14.9 kB in whole tensors" in done(*proposed(result)).stdout
-    some = done("transform", case.source, tmp_path / "some", *case.strategies, "--ranks", "1,3", "-v")
+    some = done("convert", case.source, tmp_path / "some", *case.strategies, "--ranks", "1,3", "-v")
     assert "2 ranks (1,3)" in done(*proposed(some)).stdout
 
 
 def test_a_dry_run_writes_nothing(case: Case, tmp_path: Path) -> None:
-    result = done("transform", case.source, tmp_path / "dst", *case.strategies, "--dry-run", "-v")
+    result = done("convert", case.source, tmp_path / "dst", *case.strategies, "--dry-run", "-v")
     assert not list(tmp_path.iterdir())
     assert "read     14.9 kB from 2 files\nwrite    17.3 kB to 4 files\n" in result.stdout
     assert "dropped" not in result.stdout
@@ -56,7 +56,7 @@ def test_a_dry_run_writes_nothing(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_refuses_what_a_run_does(case: Case, tmp_path: Path) -> None:
-    command: list[str | Path] = ["transform", case.source, tmp_path / "dst", *case.strategies, "--quiet"]
+    command: list[str | Path] = ["convert", case.source, tmp_path / "dst", *case.strategies, "--quiet"]
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "rank_2").symlink_to(tmp_path / "elsewhere")
@@ -66,7 +66,7 @@ def test_a_dry_run_refuses_what_a_run_does(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_tells_what_a_run_would_find(case: Case, tmp_path: Path) -> None:
-    command = ["transform", case.source, tmp_path, *case.strategies]
+    command = ["convert", case.source, tmp_path, *case.strategies]
     done(*command, "--ranks", "2")
     kept = "would be kept unread, finished by an earlier run; reshard verify reads every bit\n"
     assert done(*command, "--dry-run").stderr == f"warning: 1 target file {kept}"
@@ -89,7 +89,7 @@ def test_a_dry_run_tells_what_a_run_would_find(case: Case, tmp_path: Path) -> No
 
 
 def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> None:
-    command = ["transform", case.source, tmp_path / "dst", *case.strategies, "--json"]
+    command = ["convert", case.source, tmp_path / "dst", *case.strategies, "--json"]
     before = json.loads(done(*command, "--dry-run").stdout)
     after = json.loads(done(*command).stdout)
     assert list(before) == list(after)
@@ -123,7 +123,7 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
 
 
 def test_json_keys_are_documented() -> None:
-    text = " ".join(call("transform", "--help-all").stdout.split())
+    text = " ".join(call("convert", "--help-all").stdout.split())
     for key in (
         "read_amplification",
         "peak_memory",
@@ -135,7 +135,7 @@ def test_json_keys_are_documented() -> None:
 
 
 def test_existing_files_are_refused(case: Case, tmp_path: Path) -> None:
-    command = ["transform", case.source, tmp_path, *case.strategies]
+    command = ["convert", case.source, tmp_path, *case.strategies]
     done(*command)
     before = tree(tmp_path)
     (tmp_path / "rank_0" / "checkpoint_0.ckpt").write_bytes(b"old")
@@ -145,31 +145,31 @@ def test_existing_files_are_refused(case: Case, tmp_path: Path) -> None:
 
 
 def test_quiet_says_nothing(case: Case, tmp_path: Path) -> None:
-    result = done("transform", case.source, tmp_path, *case.strategies, "-q")
+    result = done("convert", case.source, tmp_path, *case.strategies, "-q")
     assert (result.stdout, result.stderr) == ("", "")
 
 
 @pytest.mark.parametrize(
-    "options", [["--threads", "1"], ["--threads", "3"], ["--scheduler", "synchronous"], ["--no-fsync"]]
+    "options", [["--threads", "1"], ["--threads", "3"], ["--cluster", "synchronous"], ["--tune=fsync=no"]]
 )
 def test_how_it_runs_does_not_change_a_byte(case: Case, tmp_path: Path, options: list[str]) -> None:
-    done("transform", case.source, tmp_path / "a", *case.strategies)
-    done("transform", case.source, tmp_path / "b", *case.strategies, *options)
+    done("convert", case.source, tmp_path / "a", *case.strategies)
+    done("convert", case.source, tmp_path / "b", *case.strategies, *options)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
 def test_ranks_format_and_prefix(case: Case, tmp_path: Path) -> None:
     done(
-        "transform", case.source, tmp_path, *case.strategies,
-        "--ranks", "0,2-3", "--format", "safetensors", "--prefix", "net-",
+        "convert", case.source, tmp_path, *case.strategies,
+        "--ranks", "0,2-3", "--to", "safetensors", "--prefix", "net-",
     )  # fmt: skip
     assert sorted(tree(tmp_path)) == [f"rank_{r}/net-{r}.safetensors" for r in (0, 2, 3)]
 
 
 def test_either_strategy_may_be_left_out(case: Case, tmp_path: Path) -> None:
-    done("transform", case.source, tmp_path / "whole", "--source-strategy", case.source_strategy)
-    done("transform", tmp_path / "whole", tmp_path / "a", "--target-strategy", case.target_strategy)
-    done("transform", case.source, tmp_path / "b", *case.strategies)
+    done("convert", case.source, tmp_path / "whole", "--source-strategy", case.source_strategy)
+    done("convert", tmp_path / "whole", tmp_path / "a", "--target-strategy", case.target_strategy)
+    done("convert", case.source, tmp_path / "b", *case.strategies)
     assert list(tree(tmp_path / "whole")) == ["rank_0/checkpoint_0.ckpt"]
     for rank in range(4):
         first = reshard.open(tmp_path / "a" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
@@ -186,8 +186,8 @@ def test_a_strategy_may_be_a_directory(case: Case, tmp_path: Path) -> None:
         shutil.copy(path, folder)
     assert len(list(folder.iterdir())) == 8
     strategies = ["--source-strategy", folder, "--target-strategy", case.target_strategy]
-    done("transform", case.source, tmp_path / "a", *strategies)
-    done("transform", case.source, tmp_path / "b", *case.strategies)
+    done("convert", case.source, tmp_path / "a", *strategies)
+    done("convert", case.source, tmp_path / "b", *case.strategies)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
@@ -205,11 +205,11 @@ def lacking(case: Case, tmp_path: Path, side: str, *absent: str) -> list[str | P
 def test_a_weight_is_dropped_only_when_told_to(case: Case, tmp_path: Path) -> None:
     strategies = lacking(case, tmp_path, "target", "net.layer2.weight", "moments.net.layer2.weight")
     refused = failed(
-        4, "not-in-strategy", "transform", case.source, tmp_path / "dst", *strategies,
+        4, "not-in-strategy", "convert", case.source, tmp_path / "dst", *strategies,
         places=("--drop 'net.layer2.weight'",),
     )  # fmt: skip
     assert "moments" not in refused.stderr
-    result = done("transform", case.source, tmp_path / "dst", *strategies, "--drop", "net.layer2.*")
+    result = done("convert", case.source, tmp_path / "dst", *strategies, "--drop", "net.layer2.*")
     assert "13 tensors (2 dropped)" in result.stdout
 
 
@@ -219,28 +219,28 @@ def test_a_weight_is_missing_only_when_told_to(case: Case, tmp_path: Path) -> No
     target = target.with_layout("lora.a", target.tensors["net.layer2.weight"][0].layout)
     reshard.write_strategy(target, strategies[3])
     failed(
-        4, "missing-tensor", "transform", case.source, tmp_path / "dst", *strategies,
+        4, "missing-tensor", "convert", case.source, tmp_path / "dst", *strategies,
         places=("--allow-missing 'lora.a'",),
     )  # fmt: skip
-    result = done("transform", case.source, tmp_path / "dst", *strategies, "--allow-missing", "lora.*", "--json")
+    result = done("convert", case.source, tmp_path / "dst", *strategies, "--allow-missing", "lora.*", "--json")
     assert json.loads(result.stdout)["missing"] == ["lora.a"]
 
 
 def test_a_layout_by_hand_stands_in_for_the_strategy(case: Case, tmp_path: Path) -> None:
     strategies = lacking(case, tmp_path, "source", "net.layer1.weight")
     failed(
-        4, "unlisted-tensor", "transform", case.source, tmp_path / "a", *strategies,
+        4, "unlisted-tensor", "convert", case.source, tmp_path / "a", *strategies,
         places=("--layout 'net.layer1.weight=RULE'",),
     )  # fmt: skip
-    done("transform", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=2,2,2:-1,1")
-    done("transform", case.source, tmp_path / "b", *case.strategies)
+    done("convert", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=2,2,2:-1,1")
+    done("convert", case.source, tmp_path / "b", *case.strategies)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
 def test_a_layout_may_be_given_as_it_is_shown(case: Case, tmp_path: Path) -> None:
     strategies = lacking(case, tmp_path, "source", "net.layer1.weight")
-    done("transform", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=[2, 2, 2] map [-1, 1]")
-    done("transform", case.source, tmp_path / "b", *case.strategies)
+    done("convert", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=[2, 2, 2] map [-1, 1]")
+    done("convert", case.source, tmp_path / "b", *case.strategies)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
     shown = done("inspect", case.source, "--source-strategy", case.source_strategy, "--raw").stdout
     assert "[2, 2, 2] map [-1, 1]" in shown
@@ -252,10 +252,10 @@ def test_other_names_of_ranks_and_steps(case: Case, tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         for name in ("a.ckpt", "b.ckpt"):
             shutil.copy(case.source / f"rank_{rank}" / "net.ckpt", folder / name)
-    command = ["transform", tmp_path / "src", tmp_path / "a", *case.strategies, "--rank-pattern", "node{rank}/*.ckpt"]
+    command = ["convert", tmp_path / "src", tmp_path / "a", *case.strategies, "--rank-pattern", "node{rank}/*.ckpt"]
     failed(4, "several-checkpoints", *command, places=("a.ckpt, b.ckpt", "--suffix"))
     done(*command, "--suffix", "b")
-    done("transform", case.source, tmp_path / "b", *case.strategies)
+    done("convert", case.source, tmp_path / "b", *case.strategies)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
     shown = done("inspect", tmp_path / "src", "--rank-pattern", "node{rank}/*", "--suffix", "a")
     assert "8 ranks (0-7)" in shown.stdout
@@ -263,11 +263,11 @@ def test_other_names_of_ranks_and_steps(case: Case, tmp_path: Path) -> None:
 
 def test_two_checkpoints_in_one_directory_are_told_apart_by_options(case: Case, tmp_path: Path) -> None:
     """They were copied there; a conversion refuses to write the second."""
-    command = ["transform", case.source, tmp_path, *case.strategies]
+    command = ["convert", case.source, tmp_path, *case.strategies]
     assert "4 ckpt files, 4 ranks (0-3)" in done(*proposed(done(*command, "-v"))).stdout
-    for more in (["--format", "safetensors"], ["--prefix", "net_"]):
+    for more in (["--to", "safetensors"], ["--prefix", "net_"]):
         failed(6, "other-checkpoint", *command, *more, places=(tmp_path,))
-        done("transform", case.source, tmp_path / "apart", *case.strategies, *more)
+        done("convert", case.source, tmp_path / "apart", *case.strategies, *more)
         shutil.rmtree(tmp_path / "apart" / ".reshard")
         shutil.copytree(tmp_path / "apart", tmp_path, dirs_exist_ok=True)
         shutil.rmtree(tmp_path / "apart")
@@ -280,7 +280,7 @@ def test_two_checkpoints_in_one_directory_are_told_apart_by_options(case: Case, 
 
 def test_formats_side_by_side_are_told_apart_by_a_suffix_that_is_named(case: Case, tmp_path: Path) -> None:
     for format in ("ckpt", "safetensors"):
-        done("transform", case.source, tmp_path / format, *case.strategies, "--format", format)
+        done("convert", case.source, tmp_path / format, *case.strategies, "--to", format)
         shutil.copytree(tmp_path / format, tmp_path, dirs_exist_ok=True)
         shutil.rmtree(tmp_path / format)
     failed(4, "several-checkpoints", "inspect", tmp_path, places=("--suffix .safetensors\n",))
@@ -291,7 +291,7 @@ def test_formats_side_by_side_are_told_apart_by_a_suffix_that_is_named(case: Cas
 
 
 def test_selection_options(case: Case, tmp_path: Path) -> None:
-    command = ["transform", case.source, tmp_path / "a", *case.strategies, "--weights-only"]
+    command = ["convert", case.source, tmp_path / "a", *case.strategies, "--weights-only"]
     done(*command, "--include", "net.layer[12].*@4", "--exclude", "*.bias@6", "--cast", "float32=bfloat16")
     assert names_in(tmp_path / "a") == {"net.layer1.weight", "net.layer2.weight"}
     found = reshard.open(tmp_path / "a", strategy=case.target_strategy)
@@ -305,7 +305,7 @@ def test_selection_options(case: Case, tmp_path: Path) -> None:
 def test_names_from_a_file(case: Case, tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text(json.dumps({"net.*.weight": "model.*.w", "net.layer1.bias": "b"}))
     done(
-        "transform", case.source, tmp_path / "a", "--source-strategy", case.source_strategy,
+        "convert", case.source, tmp_path / "a", "--source-strategy", case.source_strategy,
         "--name-map", tmp_path / "names.json",
     )  # fmt: skip
     assert names_in(tmp_path / "a") >= {"model.layer1.w", "moments.model.layer1.w", "b", "moments.b", "global_step"}
@@ -325,7 +325,7 @@ def test_names_from_a_file(case: Case, tmp_path: Path) -> None:
 def test_name_maps_that_are_none(case: Case, tmp_path: Path, content: str | None, code: str, told: str) -> None:
     if content is not None:
         (tmp_path / "names.json").write_text(content)
-    command = ["transform", case.source, tmp_path / "a", *case.strategies, "--name-map", tmp_path / "names.json"]
+    command = ["convert", case.source, tmp_path / "a", *case.strategies, "--name-map", tmp_path / "names.json"]
     failed(2, code, *command, places=(told,))
     assert not (tmp_path / "a").exists()
 
@@ -337,25 +337,25 @@ def test_what_selects_nothing_is_2(case: Case, tmp_path: Path) -> None:
         (["--cast", "float32=int8"], "unsupported-cast", "float32=int8"),
         (["--cast", "a=b"], "unknown-dtype", "'a'"),
     ):
-        failed(2, code, "transform", case.source, tmp_path, *case.strategies, *options, places=(place,))
+        failed(2, code, "convert", case.source, tmp_path, *case.strategies, *options, places=(place,))
 
 
 def test_replicas_stored_once_are_read_back(case: Case, tmp_path: Path) -> None:
-    command = ["transform", case.source, tmp_path / "once", "--source-strategy", case.source_strategy]
-    done(*command, "--target-strategy", case.source_strategy, "--format", "safetensors", "--remove-redundancy")
+    command = ["convert", case.source, tmp_path / "once", "--source-strategy", case.source_strategy]
+    done(*command, "--target-strategy", case.source_strategy, "--to", "safetensors", "--remove-redundancy")
     whole = sum(len(content) for content in tree(case.source).values())
     assert sum(len(content) for content in tree(tmp_path / "once").values()) < whole / 2
-    done("transform", tmp_path / "once", tmp_path / "a", *case.strategies, "--format", "ckpt")
-    done("transform", case.source, tmp_path / "b", *case.strategies)
+    done("convert", tmp_path / "once", tmp_path / "a", *case.strategies, "--to", "ckpt")
+    done("convert", case.source, tmp_path / "b", *case.strategies)
     for path in sorted((tmp_path / "a").rglob("*.ckpt")):
         expected = tmp_path / "b" / path.relative_to(tmp_path / "a")
         assert helpers.read_rank_file(path) == helpers.read_rank_file(expected)
 
 
 def test_links_and_memory(case: Case, tmp_path: Path) -> None:
-    command = ["transform", case.source, tmp_path / "a", "--source-strategy", case.source_strategy]
+    command = ["convert", case.source, tmp_path / "a", "--source-strategy", case.source_strategy]
     done(*command, "--target-strategy", case.source_strategy, "--link-replicas", "--memory", "1GiB")
-    done("transform", tmp_path / "a", tmp_path / "b", *case.strategies)
+    done("convert", tmp_path / "a", tmp_path / "b", *case.strategies)
     failed(5, "not-enough-memory", *command, "--memory", "1MB", places=("'net.layer2.weight'",))
 
 
@@ -363,10 +363,10 @@ def test_one_stage_and_part_of_a_source(mindspore_data: Path, case: Case, tmp_pa
     shutil.copytree(case.source, tmp_path / "src")
     for rank in (4, 5, 6, 7):  # replicas of the others
         shutil.rmtree(tmp_path / "src" / f"rank_{rank}")
-    command = ["transform", tmp_path / "src", tmp_path / "a", *case.strategies]
+    command = ["convert", tmp_path / "src", tmp_path / "a", *case.strategies]
     failed(4, "missing-replicas", *command, places=("ranks 4-7", "--partial"))
     done(*command, "--partial")
-    done("transform", case.source, tmp_path / "b", *case.strategies)
+    done("convert", case.source, tmp_path / "b", *case.strategies)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
     assert call("inspect", case.source, "--stage", "1").exit_code == 2
     assert call("inspect", case.source, "--source-strategy", case.source_strategy, "--stage", "1").exit_code in {2, 4}

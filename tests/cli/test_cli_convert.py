@@ -24,21 +24,29 @@ WEIGHTS = {f"net.layer{i}.{kind}" for i in (1, 2, 3) for kind in ("weight", "bia
 @pytest.mark.parametrize("style", ["mindspore", "huggingface"])
 def test_unify_and_split_again(case: Case, tmp_path: Path, style: str) -> None:
     result = done(
-        "unify", case.source, tmp_path / "set", "--source-strategy", case.source_strategy, "--style", style,
+        "convert", case.source, tmp_path / "set", "--source-strategy", case.source_strategy, "--to", style,
         "--max-shard-size", "4kB", "-v",
     )  # fmt: skip
     assert len(list((tmp_path / "set").glob("*.safetensors"))) > 3
     assert names_in(tmp_path / "set") == names_in(case.source)
     assert "15 tensors, 14.9 kB" in done(*proposed(result)).stdout
-    done("transform", tmp_path / "set", tmp_path / "a", "--target-strategy", case.target_strategy, "--format", "ckpt")
-    done("transform", case.source, tmp_path / "b", *case.strategies)
+    done("convert", tmp_path / "set", tmp_path / "a", "--target-strategy", case.target_strategy, "--to", "ckpt")
+    done("convert", case.source, tmp_path / "b", *case.strategies)
     for rank in range(4):
         place = f"rank_{rank}/checkpoint_{rank}.ckpt"
         assert helpers.read_rank_file(tmp_path / "a" / place) == helpers.read_rank_file(tmp_path / "b" / place)
 
 
 def test_unify_only_weights(case: Case, tmp_path: Path) -> None:
-    command = ["unify", case.source, tmp_path, "--source-strategy", case.source_strategy, "--weights-only"]
+    command = [
+        "convert",
+        "--to=mindspore",
+        case.source,
+        tmp_path,
+        "--source-strategy",
+        case.source_strategy,
+        "--weights-only",
+    ]
     planned = json.loads(done(*command, "--dry-run", "--json").stdout)
     assert tree(tmp_path) == {}
     done(*command)
@@ -50,10 +58,10 @@ def test_unify_only_weights(case: Case, tmp_path: Path) -> None:
 
 
 def test_a_set_is_not_mixed_with_another(case: Case, tmp_path: Path) -> None:
-    command = ["unify", case.source, tmp_path, "--source-strategy", case.source_strategy]
+    command = ["convert", "--to=mindspore", case.source, tmp_path, "--source-strategy", case.source_strategy]
     done(*command)
     before = tree(tmp_path)
-    failed(6, "other-set", *command, "--style", "huggingface", places=("hyper_param.safetensors", "part0.safetensors"))
+    failed(6, "other-set", *command, "--to", "hf", places=("hyper_param.safetensors", "part0.safetensors"))
     done(*command)
     assert tree(tmp_path) == before
     done(*command, "--overwrite")
@@ -67,7 +75,7 @@ def test_convert_there_and_back(case: Case, tmp_path: Path) -> None:
     result = done("convert", case.source, tmp_path / "a", "--to", "safetensors", "-v")
     assert sorted(tree(tmp_path / "a")) == [f"rank_{r}/net.safetensors" for r in range(8)]
     assert "8 ranks (0-7)" in done(*proposed(result)).stdout
-    done("convert", tmp_path / "a", tmp_path / "b", "--format", "ckpt")
+    done("convert", tmp_path / "a", tmp_path / "b", "--to", "ckpt")
     for rank in range(8):
         found, expected = (
             helpers.read_rank_file(root / f"rank_{rank}" / "net.ckpt") for root in (tmp_path / "b", case.source)
@@ -77,10 +85,10 @@ def test_convert_there_and_back(case: Case, tmp_path: Path) -> None:
 
 def test_convert_beside_the_source(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.source, tmp_path / "src")
-    result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
+    result = done("convert", tmp_path / "src", tmp_path / "src", "--to", "safetensors")
     assert next_command(result) == [], "both are there"
     assert "8 safetensors files" in done("inspect", tmp_path / "src", "--suffix", ".safetensors").stdout
-    assert call("convert", case.source, case.source, "--format", "ckpt").exit_code == 6  # the sources themselves
+    assert call("convert", case.source, case.source, "--to", "ckpt").exit_code == 6  # the sources themselves
     assert len(tree(tmp_path / "src")) == 16
 
 
@@ -108,7 +116,7 @@ def test_one_file_has_the_extension_that_programs_expect(case: Case, tmp_path: P
 
 
 def test_convert_is_one_run(case: Case, tmp_path: Path) -> None:
-    command = ["convert", case.source, tmp_path, "--format", "safetensors"]
+    command = ["convert", case.source, tmp_path, "--to", "safetensors"]
     (tmp_path / "rank_5").mkdir()
     (tmp_path / "rank_5" / "net.safetensors").write_bytes(b"mine")
     refused = call(*command)
@@ -126,8 +134,8 @@ def test_convert_keeps_uneven_ranks_texts_and_marks(tmp_path: Path) -> None:
     one, two = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(4, dtype=np.int8)
     write_file(tmp_path / "src" / "rank_0" / "x-1_2.safetensors", {"a": one, "t": "größe"}, remove_redundancy="True")
     write_file(tmp_path / "src" / "rank_1" / "x-1_2.safetensors", {"a": one[:1], "b": two}, remove_redundancy="True")
-    done("convert", tmp_path / "src", tmp_path / "a", "--format", "ckpt")
-    done("convert", tmp_path / "src", tmp_path / "b", "--format", "safetensors")
+    done("convert", tmp_path / "src", tmp_path / "a", "--to", "ckpt")
+    done("convert", tmp_path / "src", tmp_path / "b", "--to", "safetensors")
     for rank in range(2):
         place = f"rank_{rank}/x-1_2.safetensors"
         assert (tmp_path / "b" / place).read_bytes() == (tmp_path / "src" / place).read_bytes()
@@ -141,13 +149,13 @@ def test_convert_takes_other_names_and_refuses_sets(case: Case, tmp_path: Path) 
     write_file(tmp_path / "src" / "node0" / "a.ckpt", {"w": np.ones(2, np.float32)}, "ckpt")
     write_file(tmp_path / "src" / "node0" / "b.ckpt", {"w": np.ones(2, np.float32)}, "ckpt")
     result = done(
-        "convert", tmp_path / "src", tmp_path / "dst", "--format", "safetensors", "--rank-pattern", "node{rank}/*",
+        "convert", tmp_path / "src", tmp_path / "dst", "--to", "safetensors", "--rank-pattern", "node{rank}/*",
         "--suffix", "b", "--same-ranks",
     )  # fmt: skip
     assert list(tree(tmp_path / "dst")) == ["node0/b.safetensors"]
     assert next_command(result) == [], "the files are not where ranks usually are"
     assert "1 tensor" in done("inspect", tmp_path / "dst", "--rank-pattern", "node{rank}/*").stdout
-    done("unify", case.source, tmp_path / "set", "--source-strategy", case.source_strategy)
+    done("convert", "--to=mindspore", case.source, tmp_path / "set", "--source-strategy", case.source_strategy)
     done("convert", tmp_path / "set", tmp_path / "x", "--to", "ckpt")
     assert list(tree(tmp_path / "x")) == ["rank_0/checkpoint_0.ckpt"]
     failed(
@@ -158,7 +166,7 @@ def test_convert_takes_other_names_and_refuses_sets(case: Case, tmp_path: Path) 
 
 def test_a_conversion_in_place_is_verified_with_both_named(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.source, tmp_path / "src")
-    result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
+    result = done("convert", tmp_path / "src", tmp_path / "src", "--to", "safetensors")
     assert next_command(result) == []
     sides = ["--target-suffix", ".safetensors", "--against", tmp_path / "src", "--suffix", ".ckpt"]
     assert done("verify", tmp_path / "src", *sides).exit_code == 0
@@ -167,7 +175,7 @@ def test_a_conversion_in_place_is_verified_with_both_named(case: Case, tmp_path:
 def test_one_converted_file_among_others_is_verified(case: Case, tmp_path: Path) -> None:
     for rank in (2, 5):
         target = tmp_path / f"{rank}.safetensors"
-        result = done("convert", case.source / f"rank_{rank}" / "net.ckpt", target, "--format", "safetensors")
+        result = done("convert", case.source / f"rank_{rank}" / "net.ckpt", target, "--to", "safetensors")
         source = case.source / f"rank_{rank}" / "net.ckpt"
         assert next_command(result) == ["verify", str(target), "--against", str(source)]
         assert done(*next_command(result)).stdout == f"verified: {target} = {source}; every bit of 15 tensors\n"
@@ -180,6 +188,6 @@ def test_what_a_conversion_dropped_is_not_missed(tmp_path: Path) -> None:
         path = tmp_path / "src" / f"rank_{rank}" / "a.ckpt"
         write_file(path, {"b": np.ones(2, np.float64)}, "ckpt")
         path.write_bytes(table.SerializeToString() + path.read_bytes())
-    done("convert", tmp_path / "src", tmp_path / "dst", "--format", "safetensors", "--drop", "a[[]0]")
+    done("convert", tmp_path / "src", tmp_path / "dst", "--to", "safetensors", "--drop", "a[[]0]")
     assert set(helpers.read_rank_file(tmp_path / "dst" / "rank_1" / "a.safetensors")) == {"b"}
     assert done("verify", tmp_path / "dst").exit_code == 0

@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["transform", "a"],
-        ["transform", "a", "b", "--ranks", "x"],
-        ["transform", "a", "b", "--ranks", "5-3"],
-        ["transform", "a", "b", "--ranks", "0-99999999999999"],
-        ["transform", "a", "b", "--layout", "no-rule"],
-        ["transform", "a", "b", "--threads", "0"],
-        ["transform", "a", "b", "--format", "pickle"],
-        ["transform", "a", "b", "--cast", "float32"],
-        ["transform", "a", "b", "--cast", "float32=float16", "--cast", "float32=bfloat16"],
-        ["transform", "a", "b", "--memory", "much"],
-        ["transform", "a", "b", "--stage", "-1"],
-        ["unify", "a", "b", "--style", "torch"],
-        ["unify", "a", "b", "--max-shard-size", "4 elephants"],
+        ["convert", "a"],
+        ["convert", "a", "b", "--ranks", "x"],
+        ["convert", "a", "b", "--ranks", "5-3"],
+        ["convert", "a", "b", "--ranks", "0-99999999999999"],
+        ["convert", "a", "b", "--layout", "no-rule"],
+        ["convert", "a", "b", "--threads", "0"],
+        ["convert", "a", "b", "--to", "pickle"],
+        ["convert", "a", "b", "--cast", "float32"],
+        ["convert", "a", "b", "--cast", "float32=float16", "--cast", "float32=bfloat16"],
+        ["convert", "a", "b", "--memory", "much"],
+        ["convert", "a", "b", "--stage", "-1"],
+        ["convert", "a", "b", "--to", "torch"],
+        ["convert", "--to=mindspore", "a", "b", "--max-shard-size", "4 elephants"],
         ["inspect"],
         ["nonsense"],
         ["strategy", "merge", "a"],
@@ -58,8 +58,8 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
 @pytest.mark.parametrize("option", ["--memory", "--max-shard-size", "--chunk-size", "--shard-size"])
 def test_a_size_has_a_unit(case: Case, tmp_path: Path, option: str, number: str) -> None:
     """Eight bytes of memory are nobody's wish, and nor are files for each tensor."""
-    words = ["unify", case.source, tmp_path / "out", "--source-strategy", case.source_strategy]
-    words += ["--format", "zarr"] if option in {"--chunk-size", "--shard-size"} else []
+    words = ["convert", "--to=mindspore", case.source, tmp_path / "out", "--source-strategy", case.source_strategy]
+    words += ["--to", "zarr"] if option in {"--chunk-size", "--shard-size"} else []
     failed(2, "usage", *words, option, number, places=(option, f"{number}GB", f"{number}MB"))
     assert not (tmp_path / "out").exists()
 
@@ -127,7 +127,7 @@ def test_json_of_another_kind_is_no_strategy_that_names_nothing(case: Case, tmp_
 
 def test_files_that_a_shell_made_of_a_glob_are_recognised(tmp_path: Path) -> None:
     paths = [tmp_path / f"strategy_{number}.ckpt" for number in range(3)]
-    words = ("transform", "a", "b", "--source-strategy", *paths)
+    words = ("convert", "a", "b", "--source-strategy", *paths)
     failed(2, "usage", *words, places=(repr(str(paths[1])),))  # they are no files
     for path in paths:
         path.touch()
@@ -144,7 +144,7 @@ def test_ranks_that_a_shell_made_of_a_glob_are_recognised(tmp_path: Path, within
     failed(2, "usage", *words, places=(f"{tmp_path}/ckpt/rank_*", f"all ranks, {tmp_path}/ckpt\n"))
 
 
-@pytest.mark.parametrize("command", ["transform", "plan", "verify"])
+@pytest.mark.parametrize("command", ["convert", "plan", "verify"])
 def test_swapped_strategies_are_recognised(case: Case, tmp_path: Path, command: str) -> None:
     source = [case.source, "--source-strategy", case.target_strategy]
     target = ["--target-strategy", case.source_strategy]
@@ -155,7 +155,7 @@ def test_swapped_strategies_are_recognised(case: Case, tmp_path: Path, command: 
     }
     failed(4, "swapped-strategies", command, *words[command], places=(f"fits {case.source_strategy}",))
     failed(
-        4, "not-found", "transform", case.source, tmp_path / "out", "--source-strategy", tmp_path / "gone", *target,
+        4, "not-found", "convert", case.source, tmp_path / "out", "--source-strategy", tmp_path / "gone", *target,
         places=(tmp_path / "gone",),
     )  # fmt: skip
 
@@ -192,14 +192,14 @@ def test_json_has_no_color(case: Case) -> None:
 
 
 def test_a_rank_outside_the_target_is_2(case: Case, tmp_path: Path) -> None:
-    failed(2, "no-such-rank", "transform", case.source, tmp_path, *case.strategies, "--ranks", "4", places=("rank 4 ",))
+    failed(2, "no-such-rank", "convert", case.source, tmp_path, *case.strategies, "--ranks", "4", places=("rank 4 ",))
 
 
 def test_an_incomplete_source_is_4(case: Case, tmp_path: Path) -> None:
     shutil.copytree(case.source, tmp_path / "src")
     for rank in (0, 1, 4, 5):
         shutil.rmtree(tmp_path / "src" / f"rank_{rank}")
-    failed(4, "missing-ranks", "transform", tmp_path / "src", tmp_path / "dst", *case.strategies, places=("rank 0 ",))
+    failed(4, "missing-ranks", "convert", tmp_path / "src", tmp_path / "dst", *case.strategies, places=("rank 0 ",))
     assert not (tmp_path / "dst").exists()
 
 
@@ -221,14 +221,14 @@ def test_a_full_disk_is_5(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    failed(5, "no-space", "transform", case.source, tmp_path, *case.strategies, places=("/checkpoint_",))
+    failed(5, "no-space", "convert", case.source, tmp_path, *case.strategies, places=("/checkpoint_",))
     assert tree(tmp_path) == {}
 
 
 def test_a_directory_that_cannot_be_made_is_not_a_traceback(case: Case, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     failed(
-        6, "not-a-directory", "transform", case.source, tmp_path / "file" / "dst", *case.strategies,
+        6, "not-a-directory", "convert", case.source, tmp_path / "file" / "dst", *case.strategies,
         places=(tmp_path / "file",),
     )  # fmt: skip
 
@@ -281,7 +281,7 @@ def test_memory_that_does_not_suffice_is_5(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_empty_path_is_not_a_directory(case: Case) -> None:
-    for arguments in (["inspect", ""], ["transform", case.source, ""], ["transform", "", "out"]):
+    for arguments in (["inspect", ""], ["convert", case.source, ""], ["convert", "", "out"]):
         failed(2, "usage", *arguments)
 
 
@@ -303,7 +303,7 @@ def test_a_plan_replaces_no_file_unasked(case: Case, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [[], ["--format", "zarr"]])
+@pytest.mark.parametrize("more", [[], ["--to", "zarr"]])
 def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more: list[str]) -> None:
     rows = Layout.of([2], [0, -1])
     pipeline = Strategy.of({"w": {0: rows}, "v": {1: rows}})
@@ -311,11 +311,11 @@ def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more
     reshard.write_strategy(pipeline.of_stage(0), tmp_path / "stage_0.ckpt")
     read = [source, "--source-strategy", tmp_path / "stage_0.ckpt"]
     said = "--stage 0"
-    for words in (["unify", *read, tmp_path / "out", *more], ["plan", *read, "--style", "mindspore"]):
+    for words in (["convert", "--to=mindspore", *read, tmp_path / "out", *more], ["plan", *read, "--to", "mindspore"]):
         failed(4, "one-stage", *words, places=(said,))
     with refused(StrategyError, "one-stage", "stage 0", source):
         ms.unified_safetensors(source, tmp_path / "stage_0.ckpt", tmp_path / "ms")
-    assert call("unify", *read, tmp_path / "out", *more, "--stage", "0").exit_code == 0
+    assert call("convert", "--to=mindspore", *read, tmp_path / "out", *more, "--stage", "0").exit_code == 0
     shutil.rmtree(source / "rank_2")
     shutil.rmtree(source / "rank_3")
     ms.unified_safetensors(source, tmp_path / "stage_0.ckpt", tmp_path / "ms")
@@ -323,34 +323,34 @@ def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more
 
 def test_ranks_of_an_older_target_are_reported(case: Case, tmp_path: Path) -> None:
     same = ["--source-strategy", case.source_strategy, "--target-strategy", case.source_strategy]
-    assert call("transform", case.source, tmp_path / "out", *same).exit_code == 0
+    assert call("convert", case.source, tmp_path / "out", *same).exit_code == 0
     shutil.copytree(tmp_path / "out", tmp_path / "copy", ignore=shutil.ignore_patterns(".reshard"))
-    replaced = done("transform", case.source, tmp_path / "out", *case.strategies, "--overwrite", "--json")
+    replaced = done("convert", case.source, tmp_path / "out", *case.strategies, "--overwrite", "--json")
     assert json.loads(replaced.stdout)["removed"] == [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(4, 8)]
     assert sorted(path.name for path in (tmp_path / "out").glob("rank_*")) == [f"rank_{rank}" for rank in range(4)]
     before = tree(tmp_path / "copy")
     failed(
-        6, "other-ranks", "transform", case.source, tmp_path / "copy", *case.strategies, "--overwrite",
+        6, "other-ranks", "convert", case.source, tmp_path / "copy", *case.strategies, "--overwrite",
         places=("rank_4/checkpoint_4.ckpt, rank_5/checkpoint_5.ckpt",),
     )  # fmt: skip
     assert tree(tmp_path / "copy") == before, "no ledger says that this program wrote them"
     for rank in range(4):
         shutil.rmtree(tmp_path / "copy" / f"rank_{rank}")
-    result = call("transform", case.source, tmp_path / "copy", *case.strategies)
+    result = call("convert", case.source, tmp_path / "copy", *case.strategies)
     assert result.exit_code == 0
     assert "has rank_4/checkpoint_4.ckpt, rank_5/checkpoint_5.ckpt" in result.stderr
     assert "of ranks that are not this target's" in result.stderr
     assert next_command(result) == []
     for rank in range(4, 8):
         shutil.rmtree(tmp_path / "copy" / f"rank_{rank}")
-    assert next_command(call("transform", case.source, tmp_path / "copy", *case.strategies))
+    assert next_command(call("convert", case.source, tmp_path / "copy", *case.strategies))
 
 
 def test_a_target_of_another_model(case: Case, tmp_path: Path) -> None:
     reshard.write_strategy(Strategy.of({"encoder.w": Layout.of([2], [0])}), tmp_path / "other.ckpt")
     strategies = ["--source-strategy", case.source_strategy, "--target-strategy", tmp_path / "other.ckpt"]
     result = failed(
-        4, "not-in-strategy", "transform", case.source, tmp_path / "out", *strategies,
+        4, "not-in-strategy", "convert", case.source, tmp_path / "out", *strategies,
         places=("'net.layer1.weight'", "--allow-missing 'encoder.w'"),
     )  # fmt: skip
     assert result.stderr.rstrip().endswith("?"), "is it another model?"
@@ -384,7 +384,7 @@ def test_a_stage_that_has_no_files(case: Case) -> None:
 @pytest.mark.parametrize("prefix", ["{rank}x", ".", "a/b"])
 def test_a_prefix_under_which_nothing_would_be_found(case: Case, tmp_path: Path, prefix: str) -> None:
     failed(
-        2, "bad-name", "transform", case.source, tmp_path / "out", *case.strategies, "--prefix", prefix,
+        2, "bad-name", "convert", case.source, tmp_path / "out", *case.strategies, "--prefix", prefix,
         places=(repr(prefix),),
     )  # fmt: skip
 
@@ -416,12 +416,14 @@ def test_one_glob_is_not_a_list_of_letters(case: Case) -> None:
 
 def test_some_ranks_of_a_deduplicated_target_are_verified_alone(case: Case, tmp_path: Path) -> None:
     some = ["--ranks", "0", "--remove-redundancy", "--json"]
-    result = call("transform", case.source, tmp_path / "out", *case.strategies, *some)
+    result = call("convert", case.source, tmp_path / "out", *case.strategies, *some)
     assert result.exit_code == 0
     assert done(*shlex.split(json.loads(result.stdout)["verify"])[1:]).stdout
 
 
-@pytest.mark.parametrize("command", ["transform", "unify", "plan", "check", "transform -q", "transform --dry-run"])
+@pytest.mark.parametrize(
+    "command", ["convert", "convert", "--to=mindspore", "plan", "check", "transform -q", "transform --dry-run"]
+)
 def test_a_strategy_that_the_contents_contradict_is_4(tmp_path: Path, command: str) -> None:
     """It says "whole on every rank" of what is split; rank 0's rows would be written as the whole tensor."""
     full = numbers({"w": (8, 4), "v": (8, 4)})
@@ -431,8 +433,8 @@ def test_a_strategy_that_the_contents_contradict_is_4(tmp_path: Path, command: s
     name, _, option = command.partition(" ")
     given = ["--source-strategy", tmp_path / "wrong.ckpt"]
     words: list[str | Path] = {
-        "transform": ["transform", source, tmp_path / "out", *given, *([option] if option else [])],
-        "unify": ["unify", source, tmp_path / "out", *given],
+        "transform": ["convert", source, tmp_path / "out", *given, *([option] if option else [])],
+        "unify": ["convert", "--to=mindspore", source, tmp_path / "out", *given],
         "plan": ["plan", source, *given, "-o", tmp_path / "plan.json"],
         "check": ["strategy", "check", tmp_path / "wrong.ckpt", source],
     }[name]
@@ -463,8 +465,8 @@ def test_what_was_looked_at_is_said(tmp_path: Path) -> None:
     for result in (
         call("inspect", source, *given),
         call("strategy", "check", tmp_path / "s.ckpt", source),
-        call("transform", source, tmp_path / "out", *given, "--dry-run", "-v"),
-        call("transform", source, tmp_path / "out", *given, "-v"),
+        call("convert", source, tmp_path / "out", *given, "--dry-run", "-v"),
+        call("convert", source, tmp_path / "out", *given, "-v"),
     ):
         assert result.exit_code == 0, result.stderr
         assert said in result.output
@@ -477,9 +479,7 @@ def test_what_was_looked_at_is_said(tmp_path: Path) -> None:
 def test_a_deduplicated_target_is_verified_as_one(case: Case, tmp_path: Path, format: str) -> None:
     """Only .ckpt files need the option, where the ledger is not asked: the others say so themselves."""
     same = ["--source-strategy", case.source_strategy, "--target-strategy", case.source_strategy]
-    result = call(
-        "transform", case.source, tmp_path / "out", *same, "--format", format, "--remove-redundancy", "--json"
-    )
+    result = call("convert", case.source, tmp_path / "out", *same, "--to", format, "--remove-redundancy", "--json")
     proposed = shlex.split(json.loads(result.stdout)["verify"])
     assert proposed == ["reshard", "verify", f"{tmp_path}/out"]
     assert call(*proposed[1:]).exit_code == 0

@@ -187,7 +187,7 @@ def test_rows_are_sorted_and_chosen_in_each_form(case: Case) -> None:
 
 def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> None:
     done(
-        "transform", case.source, tmp_path / "out",
+        "convert", case.source, tmp_path / "out",
         "--source-strategy", case.source_strategy, "--target-strategy", case.target_strategy,
     )  # fmt: skip
     shutil.move(tmp_path / "out" / "rank_1", tmp_path / "rank_1")
@@ -205,10 +205,10 @@ def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> N
     assert "is of rank 2 according to its path; its tensors are taken" in done("inspect", file).stderr
 
 
-@pytest.mark.parametrize("way", [["--format", "zarr"], ["--style", "huggingface"]], ids=["zarr", "huggingface"])
+@pytest.mark.parametrize("way", [["--to", "zarr"], ["--to", "hf"]], ids=["zarr", "huggingface"])
 def test_what_is_whole_by_itself_has_sums_and_rows_at_a_url_too(case: Case, tmp_path: Path, way: list[str]) -> None:
     target = f"memory://looked-at/{tmp_path.name}"
-    done("unify", case.source, target, "--source-strategy", case.source_strategy, *way)
+    done("convert", "--to=mindspore", case.source, target, "--source-strategy", case.source_strategy, *way)
     whole = json.loads(done("inspect", case.source, "--source-strategy", case.source_strategy, "--json").stdout)
     found = json.loads(done("inspect", target, "--json", "--sort", "name").stdout)
     sums, expected = ({tuple(one.values()) for one in data["totals"]} for data in (found, whole))

@@ -52,14 +52,14 @@ def other(tmp_path: Path) -> Path:
 @pytest.fixture
 def plain(case: Case, tmp_path: Path) -> Path:
     """The target's ranks, as they are without a key."""
-    done("transform", case.source, tmp_path / "plain", *case.strategies)
+    done("convert", case.source, tmp_path / "plain", *case.strategies)
     return tmp_path / "plain"
 
 
 @pytest.fixture
 def sealed(case: Case, tmp_path: Path, key: Path) -> Path:
     """The same, encrypted."""
-    done("transform", case.source, tmp_path / "sealed", *case.strategies, "--target-key-file", key)
+    done("convert", case.source, tmp_path / "sealed", *case.strategies, "--target-key-file", key)
     return tmp_path / "sealed"
 
 
@@ -80,9 +80,9 @@ def test_there_and_back_in_every_mode(
 ) -> None:
     encryption = ["--encryption", mode] if mode else []
     again = ["--target-key-file", other if mode != "SM4-CBC" else key, *encryption]
-    done("transform", case.source, tmp_path / "plain", *case.strategies, *options)
-    done("transform", case.source, tmp_path / "out", *case.strategies, *options, "--target-key-file", key, *encryption)
-    done("transform", case.source, tmp_path / "again", *case.strategies, *options, *again)
+    done("convert", case.source, tmp_path / "plain", *case.strategies, *options)
+    done("convert", case.source, tmp_path / "out", *case.strategies, *options, "--target-key-file", key, *encryption)
+    done("convert", case.source, tmp_path / "again", *case.strategies, *options, *again)
     for name, content in files(tmp_path / "plain").items():
         path = tmp_path / "out" / name
         assert mode_of(path) == (mode or "AES-GCM")
@@ -93,8 +93,8 @@ def test_there_and_back_in_every_mode(
         assert path.read_bytes() != (tmp_path / "again" / name).read_bytes()
     if "--remove-redundancy" not in options:  # which a .ckpt file cannot say
         back = ["--source-strategy", case.target_strategy, "--target-strategy", case.source_strategy]
-        done("transform", tmp_path / "out", tmp_path / "back", *back, "--key-file", key)
-        done("transform", tmp_path / "plain", tmp_path / "back plain", *back)
+        done("convert", tmp_path / "out", tmp_path / "back", *back, "--key-file", key)
+        done("convert", tmp_path / "plain", tmp_path / "back plain", *back)
         assert files(tmp_path / "back") == files(tmp_path / "back plain")
 
 
@@ -113,11 +113,11 @@ def test_every_command_that_reads_takes_the_key(
         assert len(found.splitlines()) == len(expected.splitlines()) > 5
     for number, command in enumerate(
         (
-            ["unify", *strategy],
-            ["unify", *strategy, "--format", "zarr"],
-            ["transform", *strategy],
-            ["transform", *strategy, "--via-zarr", tmp_path / "store"],
-            ["convert", "--format", "safetensors"],
+            ["convert", "--to=mindspore", *strategy],
+            ["convert", *strategy, "--to", "zarr"],
+            ["convert", *strategy],
+            ["convert", *strategy, "--via-zarr", tmp_path / "store"],
+            ["convert", "--to", "safetensors"],
         )
     ):
         name, *options = command
@@ -147,7 +147,7 @@ def test_convert_encrypts_and_decrypts(tmp_path: Path, plain: Path, sealed: Path
         ["verify", tmp_path / "st", "--key-file", key],
     ):
         assert "every bit of 15 tensors" in done(*command).stdout
-    one = ["convert", sealed / "rank_0" / "checkpoint_0.ckpt", tmp_path / "one.safetensors", "--format", "safetensors"]
+    one = ["convert", sealed / "rank_0" / "checkpoint_0.ckpt", tmp_path / "one.safetensors", "--to", "safetensors"]
     done(*one, "--key-file", key)
     assert (tmp_path / "one.safetensors").is_file()
 
@@ -166,7 +166,7 @@ def test_verify_by_the_ledger_against_a_source_and_of_structure(
         done(*command)
     # Both encrypted: each with its own key.
     done(
-        "transform", sealed, tmp_path / "both", "--key-file", key, "--target-key-file", other, "--source-strategy",
+        "convert", sealed, tmp_path / "both", "--key-file", key, "--target-key-file", other, "--source-strategy",
         case.target_strategy, "--target-strategy", case.source_strategy,
     )  # fmt: skip
     both = ["verify", tmp_path / "both", "--key-file", key, "--target-key-file", other]
@@ -179,13 +179,13 @@ def test_verify_by_the_ledger_against_a_source_and_of_structure(
 
 
 def test_what_the_report_proposes_works(case: Case, sealed: Path, tmp_path: Path, key: Path) -> None:
-    result = done("transform", case.source, sealed, *case.strategies, "--target-key-file", key, "-v")
+    result = done("convert", case.source, sealed, *case.strategies, "--target-key-file", key, "-v")
     assert f"verify {sealed} --target-key-file {key}" in result.stdout
     done(*proposed(result))
     (look,) = [line for line in result.stderr.splitlines() if line.startswith("to look at it: ")]
     assert done(*shlex.split(look.removeprefix("to look at it: "))[1:]).stdout
     shown = json.loads(
-        done("transform", case.source, tmp_path / "x", *case.strategies, "--target-key-file", key, "--json").stdout
+        done("convert", case.source, tmp_path / "x", *case.strategies, "--target-key-file", key, "--json").stdout
     )
     assert shown["encryption"] == "AES-GCM"
     for file in shown["files"]:
@@ -206,7 +206,7 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
     assert mode_of(tmp_path / "a" / "rank_0" / "checkpoint_0.ckpt") == "AES-CBC"
     done("verify", "a", "--key-file", key, "--target-key-file", key)
     done("run", "open.json", "b", "--key-file", key)
-    done("transform", plain, "c", *strategies)
+    done("convert", plain, "c", *strategies)
     assert files(tmp_path / "b") == files(tmp_path / "c")
     for command, exit_code, code, said in (
         (["sealed.json", "d", "--key-file", key], 2, "no-key", " --target-key-file FILE"),
@@ -238,13 +238,13 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
         ("verify SEALED --target-key-file KEY --write-manifest m", 2, "not-encryptable", "--target-key-file"),
         ("verify PLAIN --key-file KEY --write-manifest m", 2, "not-encryptable", "--key-file"),
         ("verify SEALED --write-manifest m", 2, "encrypted", "sealed "),
-        ("convert PLAIN x --format safetensors --target-key-file KEY", 2, "not-encryptable", "ckpt"),
-        ("unify PLAIN x --key-file KEY", 4, "not-encrypted", "checkpoint_0.ckpt"),
-        ("convert SEALED x --format ckpt", 4, "encrypted", "--key-file FILE"),
-        ("convert PLAIN x --format ckpt --encryption AES-GCM", 2, "no-key", "--target-key-file FILE"),
-        ("convert PLAIN x --format ckpt --target-key-file OTHER --encryption SM4-CBC", 2, "bad-key", "SM4-CBC"),
-        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "no-manifest", "x "),
-        ("plan PLAIN --style huggingface --target-key-file KEY", 2, "not-encryptable", "ckpt"),
+        ("convert PLAIN x --to safetensors --target-key-file KEY", 2, "not-encryptable", "ckpt"),
+        ("convert --to=mindspore PLAIN x --key-file KEY", 4, "not-encrypted", "checkpoint_0.ckpt"),
+        ("convert SEALED x --to ckpt", 4, "encrypted", "--key-file FILE"),
+        ("convert PLAIN x --to ckpt --encryption AES-GCM", 2, "no-key", "--target-key-file FILE"),
+        ("convert PLAIN x --to ckpt --target-key-file OTHER --encryption SM4-CBC", 2, "bad-key", "SM4-CBC"),
+        ("convert PLAIN x --to ckpt --target-key-file KEY --write-manifest m", 2, "no-manifest", "x "),
+        ("plan PLAIN --to hf --target-key-file KEY", 2, "not-encryptable", "ckpt"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(
@@ -257,7 +257,7 @@ def test_what_is_wrong_is_one_sentence(
     if "SM4" in words.split():
         names["SM4"] = tmp_path / "sm4"
         sm4 = ["--target-key-file", key, "--encryption", "SM4-CBC"]
-        done("transform", case.source, names["SM4"], *case.strategies, *sm4)
+        done("convert", case.source, names["SM4"], *case.strategies, *sm4)
     before = tree(tmp_path)
     command = [str(names.get(word, word)) for word in words.split()]
     result = failed(exit_code, code, *command, places=(said,))
@@ -266,7 +266,7 @@ def test_what_is_wrong_is_one_sentence(
 
 
 def test_another_key_does_not_go_on_where_one_ended(case: Case, sealed: Path, key: Path, other: Path) -> None:
-    command = ["transform", case.source, sealed, *case.strategies, "--target-key-file"]
+    command = ["convert", case.source, sealed, *case.strategies, "--target-key-file"]
     before = tree(sealed)
     assert "nothing is left to do" in done(*command, key).output
     failed(6, "other-run", *command, other, places=("rank_0/checkpoint_0.ckpt",))
@@ -284,7 +284,7 @@ def test_another_key_does_not_go_on_where_one_ended(case: Case, sealed: Path, ke
 
 def test_keys_from_the_environment(case: Case, tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESHARD_TARGET_KEY", KEY.decode())
-    written = done("transform", case.source, tmp_path / "out", *case.strategies)
+    written = done("convert", case.source, tmp_path / "out", *case.strategies)
     assert "--target-key-file" not in written.output
     assert mode_of(tmp_path / "out" / "rank_0" / "checkpoint_0.ckpt") == "AES-GCM"
     done("verify", tmp_path / "out")
@@ -326,18 +326,18 @@ def test_with_exported_keys_plain_files_are_read_as_ever(
         ["inspect", plain, "--json", *there],
         ["inspect", plain / "rank_0"],
         ["inspect", plain / "rank_0" / "checkpoint_0.ckpt"],
-        ["transform", plain, "back", *back],
-        ["transform", plain, "through", *back, "--via-zarr", "store"],
-        ["transform", "store", "from_store", "--format", "ckpt", "--target-strategy", case.source_strategy],
+        ["convert", plain, "back", *back],
+        ["convert", plain, "through", *back, "--via-zarr", "store"],
+        ["convert", "store", "from_store", "--to", "ckpt", "--target-strategy", case.source_strategy],
         ["inspect", "store"],
-        ["unify", plain, "ms", *there],
-        ["unify", plain, "hf", *there, "--style", "huggingface"],
+        ["convert", "--to=mindspore", plain, "ms", *there],
+        ["convert", plain, "hf", *there, "--to", "hf"],
         ["inspect", "hf"],
-        ["unify", plain, "zarr", *there, "--format", "zarr"],
-        ["convert", plain, "st", "--format", "safetensors"],
-        ["convert", plain / "rank_0" / "checkpoint_0.ckpt", "one.safetensors", "--format", "safetensors"],
+        ["convert", plain, "zarr", *there, "--to", "zarr"],
+        ["convert", plain, "st", "--to", "safetensors"],
+        ["convert", plain / "rank_0" / "checkpoint_0.ckpt", "one.safetensors", "--to", "safetensors"],
         ["plan", plain, *back, "-o", "plan.json"],
-        ["plan", plain, *there, "--style", "mindspore"],
+        ["plan", plain, *there, "--to", "mindspore"],
         ["run", "plan.json", "planned"],
         ["strategy", "check", case.target_strategy, plain],
         ["strategy", "make", "rules.yaml", "--like", plain, *there, "-o", "made.ckpt"],
@@ -381,8 +381,8 @@ def test_with_exported_keys_encrypted_files_are_read_and_written(
     for command, made in (
         (["inspect", sealed], None),
         (["inspect", sealed, *there], None),
-        (["transform", sealed, "back", *back], f"back/{first}"),
-        (["convert", sealed, "again", "--format", "ckpt"], f"again/{first}"),
+        (["convert", sealed, "back", *back], f"back/{first}"),
+        (["convert", sealed, "again", "--to", "ckpt"], f"again/{first}"),
         (["plan", sealed, *back, "-o", "plan.json"], None),
         (["run", "plan.json", "planned"], f"planned/{first}"),
         (["strategy", "check", case.target_strategy, sealed], None),
@@ -391,7 +391,7 @@ def test_with_exported_keys_encrypted_files_are_read_and_written(
         (["verify", "back", "--target-strategy", case.source_strategy], None),
         (["verify", "back", "--target-strategy", case.source_strategy, "--against", plain, *there], None),
     ):
-        result = done(*command, *(["-v"] if command[0] in {"transform", "convert", "run", "verify"} else []))
+        result = done(*command, *(["-v"] if command[0] in {"convert", "run", "verify"} else []))
         assert "is encrypted, and what is written is not" not in result.stderr
         assert made is None or mode_of(tmp_path / made) == "AES-GCM"
         for line in result.stderr.splitlines():
@@ -402,7 +402,10 @@ def test_with_exported_keys_encrypted_files_are_read_and_written(
                 assert shown.returncode == 0, (look, shown.stderr)
     for name in ("RESHARD_TARGET_KEY", "RESHARD_TARGET_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
-    for command in (["unify", sealed, "set", *there], ["transform", sealed, "open", *back, "--via-zarr", "store"]):
+    for command in (
+        ["convert", "--to=mindspore", sealed, "set", *there],
+        ["convert", sealed, "open", *back, "--via-zarr", "store"],
+    ):
         assert "is encrypted, and what is written is not" in done(*command).stderr
 
 
@@ -421,12 +424,12 @@ def test_what_is_plain_needs_no_cryptography(
 @pytest.mark.parametrize(
     "words",
     [
-        "unify PLAIN out",
-        "unify PLAIN out --style huggingface --dry-run",
-        "unify PLAIN out --format zarr",
-        "convert PLAIN out --format safetensors",
-        "transform PLAIN out --format safetensors",
-        "plan PLAIN --style mindspore",
+        "convert --to=mindspore PLAIN out",
+        "convert PLAIN out --to hf --dry-run",
+        "convert PLAIN out --to zarr",
+        "convert PLAIN out --to safetensors",
+        "convert PLAIN out --to safetensors",
+        "plan PLAIN --to mindspore",
         "run plan.json out",
     ],
 )
@@ -435,9 +438,9 @@ def test_what_cannot_be_encrypted_is_not_written_plain_where_the_key_of_the_targ
 ) -> None:
     monkeypatch.chdir(tmp_path)
     there = ["--source-strategy", case.target_strategy]
-    done("plan", plain, *there, "--format", "safetensors", "-o", "plan.json")
+    done("plan", plain, *there, "--to", "safetensors", "-o", "plan.json")
     command: list[str | Path] = [plain if word == "PLAIN" else word for word in words.split()]
-    command += there if command[0] in {"unify", "transform", "plan"} else []
+    command += there if command[0] in {"convert", "plan"} else []
     code, said = ("not-encrypted", "plan.json") if words.startswith("run") else ("not-encryptable", "ckpt")
     typed = failed(2, code, *command, "--target-key-file", key, places=(said,))
     export(monkeypatch, {"RESHARD_TARGET_KEY": KEY.decode()}, key, files=files)
@@ -471,8 +474,8 @@ def test_a_plain_file_among_encrypted_ones_is_refused(
     for command in (
         ["inspect", mixed, *source],
         ["inspect", mixed, *there, *source],
-        ["transform", mixed, "out", *there, *source],
-        ["convert", mixed, "out", "--format", "ckpt", *source],
+        ["convert", mixed, "out", *there, *source],
+        ["convert", mixed, "out", "--to", "ckpt", *source],
         ["plan", mixed, *there, *source],
         ["strategy", "check", case.target_strategy, mixed, *source],
         ["verify", mixed, *target],
@@ -504,7 +507,7 @@ def test_verify_by_the_ledger_with_an_exported_key_that_is_wrong_or_of_no_use(
     case: Case, tmp_path: Path, sealed: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategies = ["--source-strategy", case.target_strategy, "--target-strategy", case.source_strategy]
-    done("transform", sealed, tmp_path / "open", *strategies, "--key-file", key)
+    done("convert", sealed, tmp_path / "open", *strategies, "--key-file", key)
     by_ledger = ["verify", tmp_path / "open"]
     monkeypatch.setenv("RESHARD_KEY", "ab" * 24)
     failed(4, "wrong-key", *by_ledger, places=("checkpoint_0.ckpt",))
@@ -555,14 +558,14 @@ def test_a_key_file_that_everybody_may_read_is_warned_of(case: Case, sealed: Pat
     key.chmod(0o644)
     warned = done("inspect", sealed, "--key-file", key)
     assert f"warning: key file {key} can be read by every user of this machine: chmod 600 {key}" in warned.stderr
-    quiet = done("transform", case.source, tmp_path / "q", *case.strategies, "--target-key-file", key, "-q")
+    quiet = done("convert", case.source, tmp_path / "q", *case.strategies, "--target-key-file", key, "-q")
     assert not quiet.stderr
 
 
 def test_no_file_is_written_over_a_key(plain: Path, key: Path) -> None:
     inside = plain / "one.ckpt"
     inside.write_bytes(KEY)
-    target = ["convert", plain / "rank_0" / "checkpoint_0.ckpt", inside, "--format", "ckpt", "--overwrite"]
+    target = ["convert", plain / "rank_0" / "checkpoint_0.ckpt", inside, "--to", "ckpt", "--overwrite"]
     refused = call(*target, "--target-key-file", inside)
     assert refused.exit_code == 6, refused.output
     assert inside.read_bytes() == KEY
@@ -589,7 +592,7 @@ def test_a_key_is_bytes_or_digits_with_or_without_a_newline(nbytes: int) -> None
 
 def test_through_zarr_what_is_plain_is_said(case: Case, sealed: Path, key: Path, tmp_path: Path) -> None:
     options = ["--target-strategy", case.target_strategy, "--key-file", key]
-    said = done("transform", sealed, tmp_path / "out", *options, "--via-zarr", tmp_path / "st.zarr", "--json")
+    said = done("convert", sealed, tmp_path / "out", *options, "--via-zarr", tmp_path / "st.zarr", "--json")
     assert f"is encrypted, and what is written is not: {tmp_path / 'st.zarr'} and {tmp_path / 'out'}" in said.stderr
 
 

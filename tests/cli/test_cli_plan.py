@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import tree, write_file
+from checkpoints import plan_with, tree, write_file
 from commands import Case, call, done, next_command
 from refusals import failed
 
 import reshard
 from reshard import Selection
+from reshard.formats.sets.options import HuggingFaceSet
+from reshard.formats.zarr.layout import ZarrGroup
 from reshard.kits.files import index_file
 
 
@@ -31,14 +33,14 @@ def saved(case: Case, tmp_path: Path, *options: str | Path) -> Path:
     "options",
     [
         [],
-        ["--format", "safetensors", "--ranks", "0,2-3", "--prefix", "x"],
+        ["--to", "safetensors", "--ranks", "0,2-3", "--prefix", "x"],
         ["--remove-redundancy"],
         ["--link-replicas", "--memory", "64MB"],
         ["--weights-only", "--cast", "float32=bfloat16", "--exclude", "*layer3*"],
     ],
 )
 def test_what_is_planned_is_what_transform_does(case: Case, tmp_path: Path, options: list[str]) -> None:
-    done("transform", case.source, tmp_path / "direct", *case.strategies, *options)
+    done("convert", case.source, tmp_path / "direct", *case.strategies, *options)
     path = saved(case, tmp_path, *case.strategies, *options)
     done("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
     assert tree(tmp_path / "dst") == tree(tmp_path / "direct")
@@ -46,8 +48,8 @@ def test_what_is_planned_is_what_transform_does(case: Case, tmp_path: Path, opti
 
 @pytest.mark.parametrize("style", ["mindspore", "huggingface"])
 def test_what_is_planned_is_what_unify_does(case: Case, tmp_path: Path, style: str) -> None:
-    options = ["--source-strategy", case.source_strategy, "--style", style, "--max-shard-size", "4kB"]
-    done("unify", case.source, tmp_path / "direct", *options)
+    options = ["--source-strategy", case.source_strategy, "--to", style, "--max-shard-size", "4kB"]
+    done("convert", "--to=mindspore", case.source, tmp_path / "direct", *options)
     path = saved(case, tmp_path, *options)
     result = done("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
     assert tree(tmp_path / "dst") == tree(tmp_path / "direct")
@@ -66,7 +68,7 @@ def test_a_plan_is_shown_as_a_dry_run_is(case: Case, tmp_path: Path) -> None:
     assert shown.stderr == dry.stderr == "format: ckpt, as the source\n"
     data = json.loads(done("plan", case.source, tmp_path / "dst", *case.strategies, "--json").stdout)
     assert data == json.loads(
-        done("transform", case.source, tmp_path / "dst", *case.strategies, "--dry-run", "--json").stdout
+        done("convert", case.source, tmp_path / "dst", *case.strategies, "--dry-run", "--json").stdout
     )
     assert not list(tmp_path.iterdir())
 
@@ -98,7 +100,7 @@ def test_run_takes_the_options_of_transform(case: Case, tmp_path: Path) -> None:
     command = ["run", path, tmp_path / "dst", "--source", tmp_path / "moved"]
     planned = json.loads(done(*command, "--dry-run", "--json").stdout)
     assert not (tmp_path / "dst").exists()
-    ran = json.loads(done(*command, "--json", "--scheduler", "synchronous", "--no-fsync").stdout)
+    ran = json.loads(done(*command, "--json", "--cluster", "synchronous", "--tune=fsync=no").stdout)
     assert list(ran) == list(planned)
     assert ran["verify"] == f"reshard verify {tmp_path}/dst"
     assert ran["measured_memory"] > 0
@@ -159,12 +161,12 @@ def test_what_is_not_a_plan_is_refused(case: Case, tmp_path: Path) -> None:
     ("options", "named"),
     [
         (["--ranks", "0", "--link-replicas"], "--ranks, --link-replicas"),
-        (["--format", "ckpt"], "--format"),
+        (["--to", "ckpt"], "--to"),
         (["--target-strategy", "x"], "--target-strategy"),
     ],
 )
 def test_a_set_has_no_ranks(case: Case, options: list[str], named: str) -> None:
-    words = ["plan", case.source, "--source-strategy", case.source_strategy, "--style", "huggingface", *options]
+    words = ["plan", case.source, "--source-strategy", case.source_strategy, "--to", "hf", *options]
     failed(2, "option-of-another-format", *words, places=(named,))
 
 
@@ -172,7 +174,7 @@ def test_the_command_that_verifies_knows_what_was_asked_for(case: Case, tmp_path
     (tmp_path / "names.json").write_text('{"net.layer*.weight": "model.*.w"}')
     options = ["--source-strategy", case.source_strategy, "--rank-pattern", "rank_{rank}/*.ckpt", "--partial"]
     options += ["--name-map", tmp_path / "names.json", "--include", "*.weight@6", "--cast", "float32=bfloat16"]
-    direct = done("transform", case.source, tmp_path / "direct", *options).stdout.splitlines()[-1]
+    direct = done("convert", case.source, tmp_path / "direct", *options).stdout.splitlines()[-1]
     path = saved(case, tmp_path, *options)
     again = done("run", path, tmp_path / "dst", "--source", tmp_path / "moved").stdout.splitlines()[-1]
     for line, target, source in ((direct, "direct", case.source), (again, "dst", tmp_path / "moved")):
@@ -184,9 +186,9 @@ def test_the_command_that_verifies_knows_what_was_asked_for(case: Case, tmp_path
 
 
 def test_a_second_checkpoint_in_one_directory_is_refused(case: Case, tmp_path: Path) -> None:
-    done("transform", case.source, tmp_path, *case.strategies)
+    done("convert", case.source, tmp_path, *case.strategies)
     path = tmp_path / "plan.json"
-    done("plan", case.source, *case.strategies, "--format", "safetensors", "--ranks", "0,2", "-o", path)
+    done("plan", case.source, *case.strategies, "--to", "safetensors", "--ranks", "0,2", "-o", path)
     failed(6, "other-checkpoint", "run", path, tmp_path, places=(tmp_path,))
 
 
@@ -202,8 +204,8 @@ IN_PYTHON = {
     "all but one": (["*layer*"], Selection(exclude=("*layer1.weight",)), None),
     "included": (["*layer*"], Selection(include=("*.weight*",)), None),
     "renamed and cast": (["*layer*"], Selection(name_map={"net.*": "model.*"}, cast={"float32": "bfloat16"}), None),
-    "a set": (["*layer*"], Selection(), reshard.HuggingFaceSet()),
-    "zarr": (["*layer*"], Selection(), reshard.ZarrGroup()),
+    "a set": (["*layer*"], Selection(), HuggingFaceSet()),
+    "zarr": (["*layer*"], Selection(), ZarrGroup()),
     "everything": (["*"], Selection(), None),
 }
 
@@ -217,7 +219,7 @@ def test_the_command_verifies_what_was_planned_in_python(
     source = reshard.open(case.source, strategy=case.source_strategy)
     some = source.sel(*(pattern.format(first=next(iter(source))) for pattern in patterns))
     target = reshard.read_strategy(case.target_strategy) if cut and not files and not selection.name_map else None
-    reshard.plan(some, target, files=files, selection=selection).save(tmp_path / "plan.json")
+    plan_with(some, target, files=files, selection=selection).save(tmp_path / "plan.json")
     ran = done("run", tmp_path / "plan.json", tmp_path / "dst")
     line = ran.stdout.splitlines()[-1]
     assert verified(line) == 0

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _HELPS = [
-    ["--help"], ["transform", "--help"], ["inspect", "-h"], ["strategy", "--help"], ["strategy", "show", "--help"],
-    ["strategy", "merge", "--help"], ["unify", "--help"], ["convert", "-h"], ["demo", "--help"], ["--version"],
+    ["--help"], ["convert", "--help"], ["inspect", "-h"], ["strategy", "--help"], ["strategy", "show", "--help"],
+    ["strategy", "merge", "--help"], ["convert", "--to=mindspore", "--help"], ["convert", "-h"], ["demo", "--help"], ["--version"],
 ]  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_commands_are_proposed_as_they_were_called(case: Case, tmp_path: Path) -
         )
         assert f"\n  {expected} inspect " in shown.stdout
     module = subprocess.run(
-        [sys.executable, "-m", "reshard", "convert", case.source, tmp_path / "x", "--format", "ckpt"],
+        [sys.executable, "-m", "reshard", "convert", case.source, tmp_path / "x", "--to", "ckpt"],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert module.stdout.endswith(f"next: {sys.executable} -m reshard verify {tmp_path / 'x'}\n")
@@ -162,7 +162,7 @@ def stopped_at(name: str, seconds: float, number: int, arguments: Sequence[str |
 def test_a_stopped_run_leaves_no_unfinished_file_and_can_be_typed_again(
     case: Case, tmp_path: Path, number: int, code: int, word: str
 ) -> None:
-    command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies]
+    command: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies]
     returned, said = stopped_at("write_at", 0.01, number, command)
     assert returned == code
     assert said == f"{word}; unfinished files are removed; the same command starts from the beginning"
@@ -197,7 +197,7 @@ def interrupted_at_import(number: int, command: Sequence[str | Path]) -> subproc
 
 @pytest.mark.parametrize("number", [1, 2, 10, 40, 80, 120, 200, 300])
 def test_an_interrupt_while_modules_are_imported(case: Case, tmp_path: Path, number: int) -> None:
-    ended = interrupted_at_import(number, ["transform", case.source, tmp_path / "out", *case.strategies])
+    ended = interrupted_at_import(number, ["convert", case.source, tmp_path / "out", *case.strategies])
     assert (ended.returncode, ended.stderr) == (130, "interrupted; nothing was written\n")
     assert not (tmp_path / "out").exists()
 
@@ -207,7 +207,7 @@ def test_an_interrupt_at_any_import(case: Case, tmp_path: Path) -> None:
     """The last of them are of the run."""
     found = set()
     for number in range(1, 1000, 9):
-        ended = interrupted_at_import(number, ["transform", case.source, tmp_path / f"{number}", *case.strategies])
+        ended = interrupted_at_import(number, ["convert", case.source, tmp_path / f"{number}", *case.strategies])
         assert ended.stderr.count("\n") == (ended.returncode != 0), ended.stderr
         found.add((ended.returncode, ended.stderr.partition(" ")[0].strip()))
     assert found <= {(130, "interrupted;"), (0, "")}
@@ -218,7 +218,7 @@ def test_an_interrupt_at_any_import(case: Case, tmp_path: Path) -> None:
 def test_an_interrupt_at_any_time(case: Case, tmp_path: Path) -> None:
     """Before `reshard.__main__` is there, Python itself says what it says."""
     for number in range(40):
-        command = ["transform", case.source, tmp_path / f"{number}", *case.strategies]
+        command = ["convert", case.source, tmp_path / f"{number}", *case.strategies]
         process = subprocess.Popen(
             [sys.executable, "-m", "reshard", *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             text=True, preexec_fn=heed_signals,  # noqa: PLW1509
@@ -236,7 +236,7 @@ def test_an_interrupt_at_any_time(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_an_interrupt_while_it_plans_says_that_nothing_was_written(case: Case, tmp_path: Path, more: list[str]) -> None:
-    command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies, *more]
+    command: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies, *more]
     returned, said = stopped_at("read_into", 0.2, signal.SIGTERM, command)
     assert (returned, said) == (143, "stopped by SIGTERM; nothing was written")
     assert tree(tmp_path) == {}
@@ -244,7 +244,7 @@ def test_an_interrupt_while_it_plans_says_that_nothing_was_written(case: Case, t
 
 @pytest.mark.parametrize("limit", [6, 8, 10, 12, 14, 16, 18, 20, 24, 30])
 def test_too_few_file_descriptors_are_said(case: Case, tmp_path: Path, limit: int) -> None:
-    words = [sys.executable, "-m", "reshard", "transform", case.source, tmp_path / "out", *case.strategies]
+    words = [sys.executable, "-m", "reshard", "convert", case.source, tmp_path / "out", *case.strategies]
     ended = subprocess.run(
         ["sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh", *map(str, words)],
         check=False, capture_output=True, text=True,
@@ -259,7 +259,7 @@ def test_too_few_file_descriptors_are_said(case: Case, tmp_path: Path, limit: in
 
 
 def test_a_run_stopped_at_its_end_tells_what_to_type(case: Case, tmp_path: Path) -> None:
-    command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies]
+    command: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies]
     returned, _ = stopped_at("publish", 0.1, signal.SIGTERM, command)
     assert returned == 143
     done(*command)
@@ -269,7 +269,7 @@ def test_a_run_stopped_at_its_end_tells_what_to_type(case: Case, tmp_path: Path)
 def test_an_ignored_signal_stays_ignored(case: Case, tmp_path: Path) -> None:
     """Under nohup a job goes on when the terminal goes away."""
     process = subprocess.Popen(
-        ["nohup", *slowly("write_at", 0.005, ["transform", case.source, tmp_path, *case.strategies])],
+        ["nohup", *slowly("write_at", 0.005, ["convert", case.source, tmp_path, *case.strategies])],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -289,7 +289,7 @@ def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None
     if not plain:
         pytest.importorskip("rich")
     ours, theirs = pty.openpty()
-    arguments: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies]
+    arguments: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies]
     process = subprocess.Popen(
         slowly("publish", 0.04, arguments, plain=plain),
         stdout=subprocess.PIPE,
@@ -319,7 +319,7 @@ def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None
 
 def test_no_progress_where_there_is_not_a_terminal(case: Case, tmp_path: Path) -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "reshard", "transform", case.source, tmp_path, *case.strategies],
+        [sys.executable, "-m", "reshard", "convert", case.source, tmp_path, *case.strategies],
         check=True,
         capture_output=True,
         text=True,

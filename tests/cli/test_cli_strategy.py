@@ -142,7 +142,7 @@ def test_make_writes_what_mindspore_compiles(real: Path, tmp_path: Path, text: s
     if ending == ".json":
         layouts = json.loads(output.read_text())["parallel_layout_item"]
         assert layouts["net.layer1.weight"]["tensor_shape"] == [16, 32]
-    done("transform", *source(real), tmp_path / "out", "--target-strategy", output)
+    done("convert", *source(real), tmp_path / "out", "--target-strategy", output)
 
 
 def test_make_for_prediction(real: Path, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_rules_in_place_of_a_target_strategy(real: Path, tmp_path: Path) -> None
     names = written(tmp_path / "names.json", '{"net.layer1.*": "model.first.*"}')
     text = 'mesh: {dp: 2, mp: 2}\nrules: {"model.first.weight": [mp], "*.layer2.weight": [[mp, dp]]}\n'
     rules = written(tmp_path / "rules.yaml", text)
-    done("transform", *source(real), tmp_path / "out", "--target-strategy", rules, "--name-map", names)
+    done("convert", *source(real), tmp_path / "out", "--target-strategy", rules, "--name-map", names)
     made = reshard.open(tmp_path / "out").strategy
     assert made is not None
     assert str(made.tensors["model.first.weight"][0].layout) == "[2, 2] map [0, -1]"
@@ -410,7 +410,7 @@ def test_check_tells_of_shapes_and_optimizer_states(real: Path, tmp_path: Path) 
 
 
 def test_check_against_one_file_of_whole_tensors(real: Path, tmp_path: Path) -> None:
-    done("transform", *source(real), tmp_path / "whole")
+    done("convert", *source(real), tmp_path / "whole")
     file = next((tmp_path / "whole" / "rank_0").iterdir())
     result = done("strategy", "check", real / "tut_dst4_opt" / "strategy_0.ckpt", file)
     assert "'global_step' is in the files, not in the strategy" in result.stderr
@@ -421,16 +421,16 @@ def test_a_made_strategy_is_one_for_a_checkpoint_2(tmp_path: Path, kind: str) ->
     """The count of steps is left out whatever the source; a Checkpoint 2.0 may have it in common.json alone."""
     full = {"a.w": np.arange(64, dtype=np.float32).reshape(8, 8), "global_step": np.array([3], np.int32)}
     write_file(tmp_path / "net.safetensors", full)
-    ways = {"set": [], "checkpoint 2.0": ["--style", "checkpoint2"], "zarr": ["--format", "zarr"]}
-    done("unify", tmp_path / "net.safetensors", tmp_path / "src", *ways[kind])
+    ways = {"set": [], "checkpoint 2.0": ["--to", "checkpoint2"], "zarr": ["--to", "zarr"]}
+    done("convert", "--to=mindspore", tmp_path / "net.safetensors", tmp_path / "src", *ways[kind])
     rules = written(tmp_path / "r.yaml", "mesh: {x: 2}\nrules: {a.w: [x]}\n")
     done("strategy", "make", rules, "--like", tmp_path / "src", "-o", tmp_path / "s.ckpt")
     assert set(reshard.read_strategy(tmp_path / "s.ckpt").tensors) == {"a.w"}
-    words = ["--style", "checkpoint2", "--target-strategy", tmp_path / "s.ckpt"]
-    done("transform", tmp_path / "src", tmp_path / "cut", *words)
+    words = ["--to", "checkpoint2", "--target-strategy", tmp_path / "s.ckpt"]
+    done("convert", tmp_path / "src", tmp_path / "cut", *words)
     assert_equal(reshard.open(tmp_path / "cut"), full)
     write_file(tmp_path / "weights.safetensors", {"a.w": full["a.w"]})
-    done("transform", tmp_path / "weights.safetensors", tmp_path / "cut2", *words, "--target-step", "3")
+    done("convert", tmp_path / "weights.safetensors", tmp_path / "cut2", *words, "--target-step", "3")
     by_rule = written(tmp_path / "more.yaml", "mesh: {x: 2}\nrules: {a.w: [x], global_step: []}\n")
     done("strategy", "make", by_rule, "--like", tmp_path / "src", "-o", tmp_path / "more.ckpt")
     assert set(reshard.read_strategy(tmp_path / "more.ckpt").tensors) == {"a.w", "global_step"}
@@ -441,8 +441,8 @@ def test_a_count_of_steps_in_a_strategy_file_need_not_be_in_the_source(tmp_path:
     layouts = {"a.w": Layout.of([2], [0, -1]), "global_step": Layout.of([2], [-1])}
     reshard.write_strategy(Strategy.of(layouts), tmp_path / "s.ckpt")
     write_file(tmp_path / "net.safetensors", {"a.w": np.ones((8, 8), np.float32)})
-    words = ["--style", "checkpoint2", "--target-step", "3", "--target-strategy", tmp_path / "s.ckpt"]
-    result = done("transform", tmp_path / "net.safetensors", tmp_path / "run", *words, "--json")
+    words = ["--to", "checkpoint2", "--target-step", "3", "--target-strategy", tmp_path / "s.ckpt"]
+    result = done("convert", tmp_path / "net.safetensors", tmp_path / "run", *words, "--json")
     assert json.loads(result.stdout)["missing"] == ["global_step"]
 
 

@@ -46,13 +46,13 @@ def test_without_a_target_strategy_it_has_whole_tensors(dst: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("verb", "to", "old"),
     [
-        ("transform", ("--to", "safetensors"), ("--format", "safetensors")),
-        ("transform", ("--to", "dcp"), ("--format", "dcp")),
-        ("transform", ("--to", "checkpoint2", "--target-step", "3"), ("--style", "checkpoint2", "--target-step", "3")),
-        ("unify", ("--to", "mindspore"), ()),
-        ("unify", ("--to", "hf"), ("--style", "huggingface")),
-        ("unify", ("--to", "hf", "--max-shard-size", "4kB"), ("--style", "hf", "--max-shard-size", "4kB")),
-        ("unify", ("--to", "zarr", "--chunk-size", "1kB"), ("--format", "zarr", "--chunk-size", "1kB")),
+        ("convert", ("--to", "safetensors"), ("--to", "safetensors")),
+        ("convert", ("--to", "dcp"), ("--to", "dcp")),
+        ("convert", ("--to", "checkpoint2", "--target-step", "3"), ("--to", "checkpoint2", "--target-step", "3")),
+        ("convert", ("--to", "mindspore"), ()),
+        ("convert", ("--to", "hf"), ("--to", "hf")),
+        ("convert", ("--to", "hf", "--max-shard-size", "4kB"), ("--to", "hf", "--max-shard-size", "4kB")),
+        ("convert", ("--to", "zarr", "--chunk-size", "1kB"), ("--to", "zarr", "--chunk-size", "1kB")),
     ],
 )
 def test_the_verbs_of_old_are_the_same(
@@ -98,7 +98,7 @@ def test_ranks_of_unknown_layout_keep_what_they_have(case: Case, tmp_path: Path)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
     failed(4, "no-layout", "convert", case.source, tmp_path / "c")  # no --to
     failed(4, "no-layout", "convert", case.source, tmp_path / "c", "--to", "hf")
-    failed(4, "no-layout", "transform", case.source, tmp_path / "c", "--format", "safetensors")
+    failed(4, "no-layout", "convert", case.source, tmp_path / "c", "--to", "safetensors")
     assert not (tmp_path / "c").exists()
 
 
@@ -139,7 +139,7 @@ def test_what_needs_the_layout_is_refused_without(case: Case, tmp_path: Path, op
         ("hf", ["--same-ranks"]),
         ("ckpt", ["--max-shard-size", "1GB"]),
         ("safetensors", ["--target-step", "0"]),
-        ("ckpt", ["--layouts-of", "x"]),
+        ("ckpt", ["--target-strategy", "x"]),
         ("dcp", ["--compression", "zstd"]),
         ("dcp", ["--prefix", "x"]),
         ("safetensors", ["--chunk-size", "1MB"]),
@@ -155,9 +155,9 @@ def test_options_of_other_formats_are_refused_by_name(case: Case, tmp_path: Path
 
 def test_what_contradicts_is_refused(case: Case, dst: Path, tmp_path: Path) -> None:
     for code, *words in (
-        ["conflicting-options", "--to", "hf", "--format", "ckpt"],
-        ["conflicting-options", "--to", "hf", "--style", "mindspore"],
-        ["option-of-another-format", "--format", "ckpt", "--style", "mindspore"],
+        ["conflicting-options", "--to", "hf", "--to", "ckpt"],
+        ["conflicting-options", "--to", "hf", "--to", "mindspore"],
+        ["option-of-another-format", "--to", "ckpt", "--to", "mindspore"],
         ["needs-format", "--same-ranks"],
         ["conflicting-options", "--to", "ckpt", "--same-ranks", "--via-zarr", "store"],
     ):

@@ -156,7 +156,9 @@ def test_a_manifest(folder: Path) -> None:
 def test_options_of_a_conversion(folder: Path) -> None:
     how = ["--exclude", "c", "--cast", "float32=bfloat16", "--name-map", "names.json"]
     Path("names.json").write_text('{"w": "new.w"}')
-    done = call("unify", "src", "weights", "--source-strategy", "before.ckpt", "--no-fsync", *how)
+    done = call(
+        "convert", "--to=mindspore", "src", "weights", "--source-strategy", "before.ckpt", "--tune=fsync=no", *how
+    )
     assert done.exit_code == 0, done.stderr
     against = ["--against", "src", "--source-strategy", "before.ckpt"]
     assert call("verify", "weights", *against, *how).exit_code == 0

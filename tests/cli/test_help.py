@@ -62,7 +62,7 @@ def test_help_all_has_every_option(path: tuple[str, ...], monkeypatch: pytest.Mo
     assert "The object of --json" not in some
 
 
-@pytest.mark.parametrize("command", ["convert", "plan", "transform", "unify"])
+@pytest.mark.parametrize("command", ["convert", "plan"])
 @pytest.mark.parametrize("columns", [80, 90, 100])
 def test_help_fits_one_screen(command: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -47,20 +47,20 @@ rules invert fuse.yaml -o inverted.yaml
 plan src --source-strategy rows.ckpt --target-strategy columns.ckpt -o plan.json
 plan src --source-strategy rows.ckpt --target-strategy lacking.ckpt
 run plan.json ran --dry-run
-transform src dst --source-strategy rows.ckpt --target-strategy columns.ckpt --dry-run
-transform src dst --source-strategy rows.ckpt --target-strategy columns.ckpt
-transform src dst --source-strategy rows.ckpt --target-strategy lacking.ckpt
-transform src ckpt2 --source-strategy rows.ckpt --target-strategy columns.ckpt --style checkpoint2 --target-step 1
-transform src unknown --source-strategy rows.ckpt --target-strategy other.ckpt
-transform src dcp --source-strategy rows.ckpt --target-strategy columns.ckpt --format dcp
+convert src dst --source-strategy rows.ckpt --target-strategy columns.ckpt --dry-run
+convert src dst --source-strategy rows.ckpt --target-strategy columns.ckpt
+convert src dst --source-strategy rows.ckpt --target-strategy lacking.ckpt
+convert src ckpt2 --source-strategy rows.ckpt --target-strategy columns.ckpt --to checkpoint2 --target-step 1
+convert src unknown --source-strategy rows.ckpt --target-strategy other.ckpt
+convert src dcp --source-strategy rows.ckpt --target-strategy columns.ckpt --to dcp
 inspect dcp
 verify dcp
-unify src uni --source-strategy rows.ckpt --weights-only
-unify src uni2 --source-strategy rows.ckpt --include nothing
-unify src uni.zarr --format zarr --source-strategy rows.ckpt
+convert --to=mindspore src uni --source-strategy rows.ckpt --weights-only
+convert --to=mindspore src uni2 --source-strategy rows.ckpt --include nothing
+convert src uni.zarr --to zarr --source-strategy rows.ckpt
 inspect uni.zarr
-convert src converted --format ckpt
-unify parts.safetensors fused --rules fuse.yaml --style huggingface
+convert src converted --to ckpt
+convert parts.safetensors fused --rules fuse.yaml --to hf
 verify src --target-strategy rows.ckpt
 verify src --target-strategy other.ckpt
 verify dst --against changed --source-strategy rows.ckpt --target-strategy columns.ckpt

@@ -7,16 +7,16 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import numbers, tree, write_file, write_ranks
+from checkpoints import numbers, plan_with, tree, write_file, write_ranks
 from commands import call, done
 from fsspec.core import url_to_fs
 from refusals import failed, refused
 
 import reshard
-from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
+from reshard import Layout, Strategy
 from reshard.core.model.entries import SizedTensor
 from reshard.errors import TargetError
-from reshard.formats.sets.options import share_of
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet, share_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_no_shard_of_an_older_set_stays_beside_the_index(whole: Path, out: Path, style: str) -> None:
-    command = ["unify", whole, out, "--style", style]
+    command = ["convert", whole, out, "--to", style]
     done(*command, "--max-shard-size", "100B")
     before = tree(out)
     assert len(before) == 4
@@ -62,7 +62,7 @@ def test_no_shard_of_an_older_set_stays_beside_the_index(whole: Path, out: Path,
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_shard_of_unknown_origin_is_not_removed(whole: Path, out: Path, style: str) -> None:
-    command = ["unify", whole, out, "--style", style]
+    command = ["convert", whole, out, "--to", style]
     done(*command, "--max-shard-size", "100B")
     changed = next(path for path in sorted(out.glob("*2*.safetensors")))
     changed.write_bytes(changed.read_bytes() + b"x")
@@ -75,7 +75,7 @@ def test_a_shard_of_unknown_origin_is_not_removed(whole: Path, out: Path, style:
 @pytest.mark.parametrize("style", STYLES)
 def test_nor_from_python_or_in_a_bucket(whole: Path, out: Path, style: str) -> None:
     source = reshard.open(whole)
-    small, large = (reshard.plan(source, files=STYLES[style](size), format="safetensors") for size in (100, 10_000))
+    small, large = (plan_with(source, files=STYLES[style](size), format="safetensors") for size in (100, 10_000))
     for place in (out, f"memory://beside/{style}"):
         small.run(place)
         with refused(TargetError, "other-set", place):
@@ -88,9 +88,7 @@ def test_nor_from_python_or_in_a_bucket(whole: Path, out: Path, style: str) -> N
 
 def test_what_a_run_that_was_killed_left_is_not_a_part_of_another_set(whole: Path, out: Path, faults: Faults) -> None:
     """Some files had their names already, and no index says whose they are."""
-    small, large = (
-        reshard.plan(reshard.open(whole), files=MindSporeSet(size), format="safetensors") for size in (100, 10_000)
-    )
+    small, large = (reshard.plan(reshard.open(whole), to="mindspore", max_shard_size=size) for size in (100, 10_000))
 
     def killed(call: Call) -> None:
         if call.path.endswith(".json"):
@@ -115,14 +113,14 @@ def test_what_other_processes_write_is_of_the_same_set(whole: Path, out: Path) -
     for process in (2, 1):
         files = share_of(every, process, 2)
         mine = reshard.open(whole).sel(*(name for name in FULL if files.has(name)))
-        reshard.plan(mine, files=files, format="safetensors").run(out)
+        plan_with(mine, files=files, format="safetensors").run(out)
     assert set(reshard.open(out)) == set(FULL)
 
 
 def test_a_single_file_would_be_loaded_in_place_of_a_set(whole: Path, out: Path) -> None:
     """transformers looks for `model.safetensors` before it looks for an index."""
     write_file(out / "model.safetensors", FULL)
-    failed(6, "other-set", "unify", whole, out, "--style", "huggingface", places=("model.safetensors",))
+    failed(6, "other-set", "convert", whole, out, "--to", "hf", places=("model.safetensors",))
 
 
 # --- others ---
@@ -146,13 +144,13 @@ def another(out: Path | str, *command: str | Path, place: str) -> None:
 
 
 def test_a_directory_of_its_own_has_nothing_beside(whole: Path, out: Path, tmp_path: Path) -> None:
-    assert told("transform", whole, out) == []
-    assert told("unify", whole, tmp_path / "set") == []
-    done("transform", whole, out)
-    assert told("unify", whole, tmp_path / "set", "--overwrite") == []
+    assert told("convert", whole, out) == []
+    assert told("convert", "--to=mindspore", whole, tmp_path / "set") == []
+    done("convert", whole, out)
+    assert told("convert", "--to=mindspore", whole, tmp_path / "set", "--overwrite") == []
     write_ranks(tmp_path / "ranks", FULL, ROWS)
-    assert told("convert", tmp_path / "ranks", tmp_path / "converted", "--format", "ckpt") == []
-    assert told("convert", whole, whole.with_name("net.ckpt"), "--format", "ckpt") == [], "a file was asked for"
+    assert told("convert", tmp_path / "ranks", tmp_path / "converted", "--to", "ckpt") == []
+    assert told("convert", whole, whole.with_name("net.ckpt"), "--to", "ckpt") == [], "a file was asked for"
 
 
 @pytest.mark.parametrize(
@@ -162,16 +160,16 @@ def test_a_directory_of_its_own_has_nothing_beside(whole: Path, out: Path, tmp_p
 )  # fmt: skip
 def test_rank_files_beside_files_of_another_format_or_checkpoint(whole: Path, out: Path, other: str) -> None:
     write_file(out / other, FULL, "ckpt" if other.endswith("ckpt") else "safetensors")
-    another(out, "transform", whole, out, place=other)
+    another(out, "convert", whole, out, place=other)
     with refused(TargetError, "other-checkpoint", other):
         reshard.convert(whole, out, target_strategy=ROWS)
 
 
 def test_rank_files_in_the_directory_of_a_run(whole: Path, out: Path) -> None:
     """Readers take the iteration: also `verify`, which would say nothing of what is written now."""
-    done("unify", whole, out, "--style", "checkpoint2", "--target-step", "6")
-    another(out, "transform", whole, out, place="iteration_00000006")
-    again = done("unify", whole, out, "--style", "checkpoint2", "--target-step", "7").stderr
+    done("convert", whole, out, "--to", "checkpoint2", "--target-step", "6")
+    another(out, "convert", whole, out, place="iteration_00000006")
+    again = done("convert", whole, out, "--to", "checkpoint2", "--target-step", "7").stderr
     assert "another checkpoint" not in again
 
 
@@ -179,26 +177,26 @@ def test_rank_files_in_the_directory_of_a_run(whole: Path, out: Path) -> None:
 def test_a_set_beside_rank_files_and_rank_files_beside_a_set(
     whole: Path, out: Path, tmp_path: Path, style: str
 ) -> None:
-    done("transform", whole, out)
-    another(out, "unify", whole, out, "--style", style, place="rank_0/checkpoint_0.safetensors")
-    done("unify", whole, out, "--style", style, "--overwrite")
+    done("convert", whole, out)
+    another(out, "convert", whole, out, "--to", style, place="rank_0/checkpoint_0.safetensors")
+    done("convert", whole, out, "--to", style, "--overwrite")
     assert not (out / "rank_0").exists()
     shutil.rmtree(out)
-    done("unify", whole, out, "--style", style)
+    done("convert", whole, out, "--to", style)
     index = next(out.glob("*.json")).name
-    failed(6, "other-checkpoint", "transform", whole, out, places=(index,))
-    assert json.loads(done("transform", whole, tmp_path / "alone", "--json").stdout)["verify"]
+    failed(6, "other-checkpoint", "convert", whole, out, places=(index,))
+    assert json.loads(done("convert", whole, tmp_path / "alone", "--json").stdout)["verify"]
 
 
 def test_rank_files_in_a_zarr_store(whole: Path, out: Path) -> None:
-    done("unify", whole, out, "--format", "zarr")
-    another(out, "transform", whole, out, place="a zarr store")
+    done("convert", whole, out, "--to", "zarr")
+    another(out, "convert", whole, out, place="a zarr store")
 
 
 def test_files_in_a_bucket_are_seen(whole: Path) -> None:
     fs, place = url_to_fs("memory://beside-ranks")
     fs.pipe(f"{place}/rank_0/checkpoint_0.ckpt", b"theirs")
-    another("memory://beside-ranks", "transform", whole, "memory://beside-ranks", place="rank_0/checkpoint_0.ckpt")
+    another("memory://beside-ranks", "convert", whole, "memory://beside-ranks", place="rank_0/checkpoint_0.ckpt")
 
 
 def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
@@ -213,10 +211,10 @@ def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
     done("strategy", "make", rules, "--like", whole, "-o", tmp_path / "rows.ckpt")
     for path in out.glob("rank_[01]"):
         shutil.rmtree(path)
-    assert told("transform", whole, out, "--target-strategy", tmp_path / "rows.ckpt", "--ranks", "0-1") == []
-    done("transform", whole, tmp_path / "one")
+    assert told("convert", whole, out, "--target-strategy", tmp_path / "rows.ckpt", "--ranks", "0-1") == []
+    done("convert", whole, tmp_path / "one")
     shutil.copytree(ranks / "rank_3", tmp_path / "one" / "rank_3")
-    (notice,) = told("transform", whole, tmp_path / "one")
+    (notice,) = told("convert", whole, tmp_path / "one")
     assert "rank_3/checkpoint_3.safetensors, of ranks that are not this target's" in notice
     write_ranks(tmp_path / "eight", FULL, Strategy.of(dict.fromkeys(SHAPES, Layout.of([4, 2], [0, -1]))))
     for rank in range(4):
@@ -227,5 +225,5 @@ def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
 
 def test_conversion_in_place_says_that_both_are_there(tmp_path: Path) -> None:
     ranks = write_ranks(tmp_path / "ranks", FULL, ROWS)
-    (notice,) = told("convert", ranks, ranks, "--format", "ckpt")
+    (notice,) = told("convert", ranks, ranks, "--to", "ckpt")
     assert "rank_3/checkpoint_3.safetensors" in notice or "and 1 more" in notice

@@ -22,6 +22,7 @@ from reshard.cli.main import cli
 from reshard.cli.values import PathType
 from reshard.core.storage.small import is_within, refuse_inputs
 from reshard.errors import TargetError
+from reshard.strategy.files import merge_strategies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,23 +35,23 @@ MAKE = ["strategy", "make", "rules.yaml", "--like", "src", *READ]
 # The command, the option or argument that says what is written, and everything that is read.
 CASES: dict[str, tuple[list[str], str, list[str]]] = {
     "transform": (
-        ["transform", "src", "out", *MAPPED, "--write-manifest"],
-        "transform",
+        ["convert", "src", "out", *MAPPED, "--write-manifest"],
+        "convert",
         ["source.ckpt", "target.ckpt", "names.json", "src/rank_1/checkpoint_1.safetensors"],
     ),
-    "transform of a pipeline": (
-        ["transform", "stages", "out", "--source-strategy", "pipeline", "--write-manifest"],
-        "transform",
+    "convert of a pipeline": (
+        ["convert", "stages", "out", "--source-strategy", "pipeline", "--write-manifest"],
+        "convert",
         ["pipeline/strategy_0.ckpt", "pipeline/strategy_1.ckpt"],
     ),
     "unify": (
-        ["unify", "src", "out", *READ, "--name-map", "names.json", "--write-manifest"],
-        "unify",
+        ["convert", "--to=mindspore", "src", "out", *READ, "--name-map", "names.json", "--write-manifest"],
+        "convert", "--to=mindspore",
         ["source.ckpt", "names.json", "src/rank_1/checkpoint_1.safetensors"],
     ),
-    "transform of a set": (
-        ["transform", "set", "out", "--write-manifest"],
-        "transform",
+    "convert of a set": (
+        ["convert", "set", "out", "--write-manifest"],
+        "convert",
         ["set/param_name_map.json", "set/part0.safetensors"],
     ),
     "average": (
@@ -58,20 +59,20 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "average",
         ["source.ckpt", "src/rank_1/checkpoint_1.safetensors", "set/param_name_map.json", "set/part0.safetensors"],
     ),
-    "transform of a store": (
-        ["transform", "store", "out", "--write-manifest"], "transform", ["store/zarr.json", "store/w/zarr.json"],
+    "convert of a store": (
+        ["convert", "store", "out", "--write-manifest"], "convert", ["store/zarr.json", "store/w/zarr.json"],
     ),
     "via a store": (
-        ["transform", "src", "out", *SPLIT, "--via-zarr", "via", "--write-manifest"],
-        "transform",
+        ["convert", "src", "out", *SPLIT, "--via-zarr", "via", "--write-manifest"],
+        "convert",
         ["source.ckpt", "target.ckpt"],
     ),
     "convert": (
-        ["convert", "src", "out", "--format", "ckpt", "--write-manifest"],
+        ["convert", "src", "out", "--to", "ckpt", "--write-manifest"],
         "convert",
         ["src/rank_1/checkpoint_1.safetensors"],
     ),
-    "convert one file": (["convert", "one.ckpt", "out.safetensors", "--format", "safetensors", "--write-manifest"],
+    "convert one file": (["convert", "one.ckpt", "out.safetensors", "--to", "safetensors", "--write-manifest"],
         "convert", ["one.ckpt"]),
     "run": (
         ["run", "plan.json", "out", "--source", "src", "--write-manifest"],
@@ -151,9 +152,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("equations.yaml").write_text("reshard-rules: 1\nsides: [a, b]\nrules: [{a: w, b: v}]\n")
     source = reshard.open("src", strategy=SOURCE)
     reshard.plan(source, TARGET).save("plan.json")
-    reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors").run("set", ledger=False)
-    reshard.plan(source, files=reshard.ZarrGroup()).run("store")
-    reshard.plan(source, format="ckpt").run("whole", ledger=False)
+    reshard.plan(source, to="mindspore").run("set", ledger=False)
+    reshard.plan(source, to="zarr").run("store")
+    reshard.plan(source, to="ckpt").run("whole", ledger=False)
     next(Path("whole/rank_0").iterdir()).rename("one.ckpt")
     reshard.plan(source, TARGET).run("made")
     stages = Strategy.of({"a": Layout.of([2], [0])}), Strategy.of({"b": Layout.of([2], [0])})
@@ -186,7 +187,7 @@ def test_however_it_is_spelled(folder: Path, spelling: str) -> None:
     for path in ("source.ckpt", "src/rank_1/checkpoint_1.safetensors"):
         output = str(SPELLINGS[spelling](Path(path)))
         failed(
-            6, "target-is-source", "transform", "src", "out", *SPLIT, "--overwrite", "--write-manifest", output,
+            6, "target-is-source", "convert", "src", "out", *SPLIT, "--overwrite", "--write-manifest", output,
             places=(path,),
         )  # fmt: skip
         for link in ("symbolic", "hard", "directory", "new.partial"):
@@ -232,12 +233,12 @@ def test_target_files_are_not_inputs(folder: Path, more: list[str]) -> None:
     }
     for place, (old, option) in places.items():
         Path(place).write_bytes(Path(old).read_bytes())
-        failed(6, "target-is-source", "transform", "src", "dst", *MAPPED, option, place, *more, places=(place,))
+        failed(6, "target-is-source", "convert", "src", "dst", *MAPPED, option, place, *more, places=(place,))
         assert Path(place).read_bytes() == Path(old).read_bytes()
         Path(place).unlink()
     Path("dst/param_name_map.json").write_bytes(Path("names.json").read_bytes())
     failed(
-        6, "target-is-source", "unify", "src", "dst", *READ, "--name-map", "dst/param_name_map.json", *more,
+        6, "target-is-source", "convert", "--to=mindspore", "src", "dst", *READ, "--name-map", "dst/param_name_map.json", *more,
         places=("dst/param_name_map.json",),
     )  # fmt: skip
     assert Path("dst/param_name_map.json").read_bytes() == Path("names.json").read_bytes()
@@ -271,7 +272,7 @@ def test_functions_do_not_write_over_what_they_read(folder: Path) -> None:
         with refused(TargetError, "target-is-source", path):
             report.write_manifest(path, overwrite=True)
     assert reshard.verify("out", TARGET, against=reshard.open("src", strategy=SOURCE)).equal
-    for merge in (reshard.merge_strategies, ms.merge_pipeline_strategys):
+    for merge in (merge_strategies, ms.merge_pipeline_strategys):
         with refused(TargetError, "target-is-source", "strategy_1.ckpt"):
             merge("pipeline", "pipeline/../pipeline/strategy_1.ckpt")
     assert {path: content for path, content in tree(folder).items() if not path.startswith("out")} == before
@@ -297,7 +298,7 @@ def test_what_is_beside_an_input_may_be_written(folder: Path) -> None:
         done("verify", "set", "--write-manifest", "set/manifest.json", *more)
         done("plan", "src", *SPLIT, "-o", "src/plan.json", *more)
         done(*MAKE, "-o", "src/made.ckpt", *more)
-        done("transform", "src", "out", *SPLIT, "--write-manifest", "src/out.json", *more)
+        done("convert", "src", "out", *SPLIT, "--write-manifest", "src/out.json", *more)
 
 
 @pytest.mark.parametrize("words", [["plan", "s3://bucket/src"], [*MAKE, "-o", "s3://bucket/made.ckpt"]])
@@ -345,7 +346,7 @@ def test_a_store_on_the_way_is_apart(folder: Path, store: str, target: str) -> N
     Path("link").symlink_to("out")
     before = tree(folder)
     for more in ([], ["--overwrite"], ["--dry-run"]):
-        words = ["transform", "src", target, *SPLIT, "--via-zarr", store.format(here=folder)]
+        words = ["convert", "src", target, *SPLIT, "--via-zarr", store.format(here=folder)]
         failed(6, "overlaps", *words, *more, places=("--via-zarr",))
     assert tree(folder) == before
-    done("transform", "src", "out", *SPLIT, "--via-zarr", "outer")  # whose name only begins so
+    done("convert", "src", "out", *SPLIT, "--via-zarr", "outer")  # whose name only begins so

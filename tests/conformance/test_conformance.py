@@ -184,7 +184,7 @@ def test_names_are_chosen_and_changed(case: Case, made: Made, tmp_path: Path) ->
     source = opened(case, path)
     name = next(name for name in source if not any(fnmatch(name, each) for each in case.drop))
     selection = reshard.Selection(include=(escape(name),), name_map={name: "other.name"})
-    reshard.plan(source, format="hf", selection=selection).run(tmp_path / "out")
+    reshard.plan(source, to="hf", selection=selection).run(tmp_path / "out")
     assert READERS["hf"](tmp_path / "out") == {"other.name": told(truth[name])}
 
 
@@ -202,7 +202,7 @@ def test_a_name_leads_nowhere(case: Case, name: str, made: Made, tmp_path: Path)
     try:
         selection = reshard.Selection(name_map={old: name})
         step = {"step": 5} if case.again == "checkpoint2" else {}
-        reshard.plan(source, format=case.again, selection=selection, **step).run(tmp_path / "out")
+        reshard.plan(source, to=case.again, selection=selection, **step).run(tmp_path / "out")
     except ReshardError:
         assert not (tmp_path / "out").exists()
     else:
@@ -227,7 +227,7 @@ def test_a_run_that_is_stopped_or_finds_a_full_disk_is_resumed(
     """What is there meanwhile is not taken for a checkpoint; afterwards it is, byte for byte, that of one run."""
     path, truth = made(case)
     step = {"step": 5} if case.again == "checkpoint2" else {}
-    plan = reshard.plan(opened(case, path), format=case.again, **step)
+    plan = reshard.plan(opened(case, path), to=case.again, **step)
     plan.run(tmp_path / "once")
     with pytest.raises(StoppedError):
         plan.run(tmp_path / "out", progress=stop_after(2), threads=1)

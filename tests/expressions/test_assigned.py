@@ -87,12 +87,12 @@ def test_random_arrays_are_written_as_numpy_has_them(tmp_path: Path, seed: int) 
     if kind == "checkpoint2":
         options["step"] = 3
     threads = int(rng.integers(1, 5))
-    reshard.write(arrays, tmp_path / "out", format=kind, threads=threads, **options)
+    reshard.write(arrays, tmp_path / "out", to=kind, threads=threads, **options)
     opened = reshard.open(tmp_path / "out")
     assert_equal(opened, expected)
     # And back: as arrays of the first target, cut in another way.
     back = {name: opened[name] for name in opened}
-    reshard.write(back, tmp_path / "back", strategy=random_strategy(rng, expected))
+    reshard.write(back, tmp_path / "back", target_strategy=random_strategy(rng, expected))
     assert_equal(reshard.open(tmp_path / "back"), expected)
 
 
@@ -162,7 +162,7 @@ def test_a_mask_that_dask_does_not_know(tmp_path: Path) -> None:
     with refused(SourceError, "wrong-chunk", "'x'"):
         reshard.write({"x": array}, tmp_path / "out")
     with refused(SourceError, "wrong-chunk", "'x'"):
-        reshard.plan(_empty().assign(x=array), format="hf").run(tmp_path / "tasks", partition="file")
+        reshard.plan(_empty().assign(x=array), to="hf").run(tmp_path / "tasks", partition="file")
 
 
 def test_an_array_of_xarray_stays_lazy(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_chunk_that_is_not_as_the_array_says_stops_the_run(tmp_path: Path) -> 
         lambda block: block.astype(np.float64), dtype=np.float32
     )
     with pytest.raises(SourceError) as caught:
-        reshard.write({"w": lying}, tmp_path / "out", format="hf")
+        reshard.write({"w": lying}, tmp_path / "out", to="hf")
     assert caught.value.code == "wrong-chunk"
     assert not list(tmp_path.glob("out/*.safetensors"))
 
@@ -220,7 +220,7 @@ def test_an_error_of_a_chunk_is_raised_and_nothing_is_named(tmp_path: Path) -> N
         failing, dtype=np.float32, meta=np.empty((0, 0))
     )
     with pytest.raises(ZeroDivisionError):
-        reshard.write({"w": array.astype(np.float32)}, tmp_path / "out", format="hf")
+        reshard.write({"w": array.astype(np.float32)}, tmp_path / "out", to="hf")
     assert not list(tmp_path.glob("out/*.safetensors"))
 
 
@@ -267,7 +267,7 @@ def test_workers_compute_with_arrays(tmp_path: Path, client: Any, name: str, par
     zeros = reshard.open(write_file(tmp_path / "z.safetensors", {"w": np.zeros((8, 8), np.float32)}))
     array = da.from_array(values, chunks=(4, 4)).map_blocks(lambda block: block + 1)  # a function that has no name
     source, factor = COMPUTED[name](zeros, zeros.assign(w=array))
-    plan = reshard.plan(source, format="hf")
+    plan = reshard.plan(source, to="hf")
     plan.run(tmp_path / "run", client=client, partition=partition)
     client.compute(plan.graph(tmp_path / "graph", partition=partition)).result()
     for file in [next((tmp_path / out).glob("*.safetensors")) for out in ("run", "graph")]:
@@ -288,7 +288,7 @@ def test_an_array_that_cannot_be_sent_is_refused_before_a_file_is_made(tmp_path:
     zeros = reshard.open(write_file(tmp_path / "z.safetensors", {"w": np.zeros((8, 8), np.float32)}))
     source = reshard.average([zeros, zeros.assign(w=array)])
     with refused(SourceError, "array-not-here", "'w'"):
-        reshard.plan(source, format="hf").run(tmp_path / "out", client=client)
+        reshard.plan(source, to="hf").run(tmp_path / "out", client=client)
     assert not (tmp_path / "out").exists()
     with refused(SourceError, "array-not-here", "'w'"):
         source.stats(client=client)
@@ -318,7 +318,7 @@ def test_a_worker_is_killed_while_it_computes_chunks(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(budget, "BAND_BYTES", 1 << 12)
             patch.setattr(budget, "LEAST_BAND_BYTES", 1 << 11)
-            reshard.write(arrays, tmp_path / "out", strategy=strategy, client=client, progress=kill)
+            reshard.write(arrays, tmp_path / "out", target_strategy=strategy, client=client, progress=kill)
     assert killed
     opened = reshard.open(tmp_path / "out")
     assert_equal(opened.sel("b"), {"b": expected["b"]})

@@ -151,7 +151,7 @@ def test_on_a_cluster(mindspore_data: Path, tmp_path: Path) -> None:
     from distributed import Client, LocalCluster  # half a second
 
     case = mindspore_data / "averages" / "mindspore_dcp_hf"
-    plan = reshard.plan(averaged(case), format="safetensors")
+    plan = reshard.plan(averaged(case), to="safetensors")
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         plan.run(tmp_path / "out", client=client, fsync=False)
         assert reshard.verify(tmp_path / "out", client=client).equal
@@ -189,7 +189,7 @@ def test_averages_of_averages_and_of_derived_checkpoints(tmp_path: Path) -> None
     half = np.float32(0.5)
     expected = (w * np.float32(0.25) + (w + np.float32(1)) * np.float32(0.75)) * half + w * np.float32(3) * half
     assert np.array_equal(outer["w"].compute(), expected)
-    reshard.plan(outer, format="safetensors").run(tmp_path / "out")
+    reshard.plan(outer, to="safetensors").run(tmp_path / "out")
     assert np.array_equal(reshard.open(tmp_path / "out")["w"].compute(), expected)
     result = reshard.verify(tmp_path / "out")
     assert result.equal
@@ -407,7 +407,7 @@ def test_nothing_is_linked(mindspore_data: Path, tmp_path: Path) -> None:
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     average = reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)])
-    reshard.plan(average, format="safetensors").run(tmp_path / "out")
+    reshard.plan(average, to="safetensors").run(tmp_path / "out")
     assert reshard.verify(tmp_path / "out").equal
     flip(tmp_path / "out/rank_0/checkpoint_0.safetensors", "w", 13)
     result = reshard.verify(tmp_path / "out")
@@ -416,7 +416,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 def test_a_flipped_bit_of_an_input_is_found(tmp_path: Path) -> None:
     average = reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)])
-    reshard.plan(average, format="safetensors").run(tmp_path / "out")
+    reshard.plan(average, to="safetensors").run(tmp_path / "out")
     flip(tmp_path / "b/rank_1/checkpoint_1.safetensors", "w", 0, bit=30)
     result = reshard.verify(tmp_path / "out")
     assert [each.name for each in result.differences] == ["w"]
@@ -424,7 +424,7 @@ def test_a_flipped_bit_of_an_input_is_found(tmp_path: Path) -> None:
 
 def test_without_an_input_checksums_are_compared(tmp_path: Path) -> None:
     average = reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)])
-    reshard.plan(average, format="safetensors").run(tmp_path / "out")
+    reshard.plan(average, to="safetensors").run(tmp_path / "out")
     shutil.rmtree(tmp_path / "b")
     result = reshard.verify(tmp_path / "out")
     assert result.equal
@@ -434,7 +434,7 @@ def test_without_an_input_checksums_are_compared(tmp_path: Path) -> None:
 
 def test_against_an_input_it_is_not_equal(tmp_path: Path) -> None:
     average = reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)])
-    reshard.plan(average, format="safetensors").run(tmp_path / "out")
+    reshard.plan(average, to="safetensors").run(tmp_path / "out")
     assert not reshard.verify(tmp_path / "out", against=tmp_path / "a", source_strategy=TWO).equal
     assert reshard.verify(tmp_path / "out", against=average).equal
     reshard.convert(tmp_path / "out", tmp_path / "hf", to="hf")
@@ -446,7 +446,7 @@ def test_against_an_input_it_is_not_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", ["a", "b"])
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_an_input_that_changes(tmp_path: Path, faults: Faults, when: str, changed: str) -> None:
-    plan = reshard.plan(reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)]), format="safetensors")
+    plan = reshard.plan(reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)]), to="safetensors")
     path = tmp_path / changed / "rank_1/checkpoint_1.safetensors"
 
     def change(_call: Call) -> None:
@@ -467,12 +467,12 @@ def test_a_stopped_run_is_resumed_with_the_same_inputs(tmp_path: Path) -> None:
     shapes = {"w": (64, 48), "b": (32,)}
     sources = [ranks_of(tmp_path / "a", shapes=shapes), ranks_of(tmp_path / "b", 1, shapes)]
     strategy = halves(numbers(shapes))
-    plan = reshard.plan(reshard.average(sources), strategy, format="safetensors")
+    plan = reshard.plan(reshard.average(sources), strategy, to="safetensors")
     stopped(plan, tmp_path / "out", 3)
-    other = reshard.plan(reshard.average(sources, [0.75, 0.25]), strategy, format="safetensors")
+    other = reshard.plan(reshard.average(sources, [0.75, 0.25]), strategy, to="safetensors")
     with refused(TargetError, "other-run"):
         other.run(tmp_path / "out")
-    plan = reshard.plan(reshard.average(sources), strategy, format="safetensors")
+    plan = reshard.plan(reshard.average(sources), strategy, to="safetensors")
     assert plan.run(tmp_path / "out").resumed
     assert reshard.verify(tmp_path / "out").equal
 
@@ -488,7 +488,7 @@ def test_no_target_in_an_input(tmp_path: Path) -> None:
 def test_plan_files(tmp_path: Path) -> None:
     average = reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)])
     saved = tmp_path / "plan.json"
-    reshard.plan(average, format="safetensors").save(saved)
+    reshard.plan(average, to="safetensors").save(saved)
     reshard.read_plan(saved).run(tmp_path / "out")
     assert reshard.verify(tmp_path / "out").equal
     with refused(UsageError, "several-sources"):
@@ -509,7 +509,7 @@ def test_plan_files(tmp_path: Path) -> None:
 def test_a_ledger_that_was_changed(tmp_path: Path, key: str, value: Any) -> None:
     saved = tmp_path / "plan.json"
     average = reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)], [0.25, 0.75])
-    reshard.plan(average, format="safetensors").save(saved)
+    reshard.plan(average, to="safetensors").save(saved)
     content = json.loads(saved.read_text())
     content["provenance"]["source"]["computation"][key] = value
     saved.write_text(json.dumps(content))
@@ -572,7 +572,7 @@ def test_the_last_checkpoints_of_a_run(mindspore_data: Path, tmp_path: Path) -> 
     expected = reshard.average([a, b, a], "minus-sqrt", dtype="float32")
     written = reshard.open(tmp_path / "out")
     assert_same({n: written[n].compute() for n in written}, {n: expected[n].compute() for n in expected})
-    done("average", run, "--last", "2", "--iteration", "4", tmp_path / "two", "--to", "hf")
+    done("average", run, "--last", "2", "--step", "4", tmp_path / "two", "--to", "hf")
     written = reshard.open(tmp_path / "two")
     expected = reshard.average([a, b])
     assert_same({n: written[n].compute() for n in written}, {n: expected[n].compute() for n in expected})
@@ -694,7 +694,7 @@ def test_stores_as_inputs(tmp_path: Path) -> None:
         ranks_of(tmp_path / f"{number}", number).to_zarr(tmp_path / f"{number}.zarr", **options)
     average = reshard.average([reshard.open(tmp_path / f"{number}.zarr") for number in range(2)])
     assert np.array_equal(average["w"].compute(), numbers(SHAPES)["w"] + np.float32(0.5))
-    reshard.plan(average, format="safetensors").save(tmp_path / "plan.json")
+    reshard.plan(average, to="safetensors").save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "out")
     computed_again(tmp_path / "out")
 
@@ -706,7 +706,7 @@ def test_at_urls(tmp_path: Path) -> None:
     files.put(str(tmp_path / "a"), "/averages/a", recursive=True)
     try:
         sources = [reshard.open(where, strategy=TWO) for where in ("memory://averages/a", tmp_path / "b")]
-        reshard.plan(reshard.average(sources), format="safetensors").run("memory://averages/out", fsync=False)
+        reshard.plan(reshard.average(sources), to="safetensors").run("memory://averages/out", fsync=False)
         computed_again("memory://averages/out")
         written = reshard.open("memory://averages/out")
         assert np.array_equal(written["w"].compute(), numbers(SHAPES)["w"] + np.float32(0.5))
@@ -720,6 +720,6 @@ def test_a_copy_of_one_file_in_all_inputs(tmp_path: Path) -> None:
     twice = reshard.average([source, source], [0.75, 0.25])
     assert np.array_equal(twice["w"].compute(), numbers(SHAPES)["w"])
     again = reshard.average([twice, twice, source], [0.25, 0.25, 0.5])
-    reshard.plan(again, format="safetensors").run(tmp_path / "out")
+    reshard.plan(again, to="safetensors").run(tmp_path / "out")
     assert np.array_equal(reshard.open(tmp_path / "out")["w"].compute(), numbers(SHAPES)["w"])
     computed_again(tmp_path / "out")

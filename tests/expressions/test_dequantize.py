@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from refusals import failed, refused
 
 import reshard
-from reshard import HuggingFaceSet, Layout, Strategy
+from reshard import Layout, Strategy
 from reshard.api.checkpoints import record_of
 from reshard.core.layout.block import Block
 from reshard.core.plan import budget
@@ -233,7 +233,7 @@ def test_ranks_to_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(budget, "TASK_BYTES", 8 * band)
         for scheduler, threads in (("synchronous", None), ("threads", 4)):
             reshard.plan(plain, target).run(
-                tmp_path / at, fsync=False, scheduler=scheduler, threads=threads, overwrite=True
+                tmp_path / at, fsync=False, client=scheduler, threads=threads, overwrite=True
             )
             assert_rank_files(tmp_path / at, {n: bits_of(array) for n, array in full.items()}, target)
 
@@ -391,7 +391,7 @@ def test_config_of_a_set(tmp_path: Path) -> None:
     """It goes with a Hugging Face set, without the quantization; nothing else of it is changed."""
     stored, full = model()
     plain = opened(tmp_path, stored, CONFIG).dequantize("float16")
-    report = reshard.plan(plain, files=HuggingFaceSet(max_shard_size=100_000)).run(tmp_path / "out")
+    report = reshard.plan(plain, to="hf", max_shard_size=100_000).run(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         "model_type": "deepseek_v3",
         "torch_dtype": "float16",

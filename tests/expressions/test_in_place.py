@@ -51,7 +51,7 @@ def test_averages_and_adapters(tmp_path: Path) -> None:
         ("first", first, mean(*(merged(bits, pairs) for bits in models))),
     ):
         assert_arrays(found, expected)
-        plan = reshard.plan(found, format="safetensors")
+        plan = reshard.plan(found, to="safetensors")
         assert plan.stats.bytes_read == 2 * total
         assert plan.run(tmp_path / at, fsync=False).bytes_read == 2 * total
         assert_arrays(reshard.open(tmp_path / at), expected)

@@ -261,7 +261,7 @@ def test_codes_and_scales_go_together(tmp_path: Path, name: str) -> None:
         failed(2, "parted-scales", "convert", root, out, "--to", "hf", "--name-map", names_file, places=(codes,))
     failed(2, "parted-scales", "average", root, root, out, "--exclude", codes, places=(scales,))
     with refused(reshard.UsageError, "parted-scales", codes):
-        reshard.plan(reshard.open(root).sel(scales), format="dcp")
+        reshard.plan(reshard.open(root).sel(scales), to="dcp")
     assert not out.exists()
     names_file.write_text(json.dumps({f"{codes[:2]}*": "b.*"}))
     done("convert", root, tmp_path / "both", "--to", "hf", "--name-map", names_file, "--exclude", "norm.*")

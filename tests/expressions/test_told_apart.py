@@ -52,10 +52,10 @@ def cut(root: Path, axis: int) -> reshard.Checkpoint:
     ],
 )  # fmt: skip
 def test_other_computations_have_other_digests(tmp_path: Path, one: Any, other: Any) -> None:
-    plans = [reshard.plan(made(tmp_path), format="hf")._record for made in (one, other)]
+    plans = [reshard.plan(made(tmp_path), to="hf")._record for made in (one, other)]
     assert plan_digest(plans[0]) != plan_digest(plans[1])
     assert not {*file_digests(plans[0])[:1]} & {*file_digests(plans[1])}
-    again = reshard.plan(one(tmp_path), format="hf")._record
+    again = reshard.plan(one(tmp_path), to="hf")._record
     assert (plan_digest(again), file_digests(again)) == (plan_digest(plans[0]), file_digests(plans[0]))
 
 
@@ -63,13 +63,13 @@ def test_other_strategies_of_the_same_files_have_other_digests(tmp_path: Path) -
     scaled = [cut(tmp_path, axis).scale("w*", factor=2) for axis in (0, 1)]
     shapes = {tuple(each["w0"].shape) for each in scaled}
     assert len(shapes) == 2
-    digests = [plan_digest(reshard.plan(each, format="hf")._record) for each in scaled]
+    digests = [plan_digest(reshard.plan(each, to="hf")._record) for each in scaled]
     assert digests[0] != digests[1]
 
 
 @pytest.mark.parametrize("change", ["assign", "assign all", "scale"])
 def test_computed_tensors_are_not_linked(tmp_path: Path, change: str) -> None:
-    reshard.write({"a": np.ones((4, 4), np.float32), "b": np.ones(4, np.float32)}, tmp_path / "dcp", format="dcp")
+    reshard.write({"a": np.ones((4, 4), np.float32), "b": np.ones(4, np.float32)}, tmp_path / "dcp", to="dcp")
     source = reshard.open(tmp_path / "dcp")
     changed = {
         "assign": lambda: source.assign(a=np.zeros((4, 4), np.float32)),
@@ -87,7 +87,7 @@ def test_what_is_scaled_after_an_adapter_is_verified(tmp_path: Path) -> None:
     verification = reshard.verify(tmp_path / "out")
     assert not verification.differences
     assert verification.tensors
-    reshard.plan(adapted(tmp_path, 1, 2.0), format="hf").save(tmp_path / "plan.json")
+    reshard.plan(adapted(tmp_path, 1, 2.0), to="hf").save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "planned")
 
 

@@ -65,7 +65,7 @@ class Scenario:
     name: str
     source: str
     words: tuple[str, ...]
-    command: str = "transform"
+    command: str = "convert"
     is_by_file: bool = False
     before: str = ""  # what is in the target before: `foreign` files, or those of `another` plan
 
@@ -80,15 +80,15 @@ def to(target: str, *words: str) -> tuple[str, ...]:
 SCENARIOS = [
     Scenario("rows", "safetensors", to("rows")),
     Scenario("columns", "ckpt", to("columns")),
-    Scenario("to ckpt", "safetensors", to("columns", "--format=ckpt", "--drop-cache")),
-    Scenario("by file", "ckpt", to("columns", "--format=safetensors"), is_by_file=True),
+    Scenario("to ckpt", "safetensors", to("columns", "--to=ckpt", "--tune=drop-cache=yes")),
+    Scenario("by file", "ckpt", to("columns", "--to=safetensors"), is_by_file=True),
     Scenario("links", "safetensors", to("replicas", "--link-replicas")),
     Scenario("stored once", "safetensors", to("replicas", "--remove-redundancy", "--threads=1")),
-    Scenario("no fsync", "safetensors", to("rows", "--no-fsync")),
-    Scenario("no fsync, by file", "safetensors", to("rows", "--no-fsync"), is_by_file=True),
-    Scenario("unify", "safetensors", ("--max-shard-size=4kB",), "unify"),
-    Scenario("unify cast", "ckpt", ("--style=huggingface", "--max-shard-size=3kB", "--cast=float32=bfloat16"), "unify"),
-    Scenario("convert", "ckpt", ("--format=safetensors",), "convert"),
+    Scenario("no fsync", "safetensors", to("rows", "--tune=fsync=no")),
+    Scenario("no fsync, by file", "safetensors", to("rows", "--tune=fsync=no"), is_by_file=True),
+    Scenario("convert", "--to=mindspore", "safetensors", ("--max-shard-size=4kB",), "convert", "--to=mindspore"),
+    Scenario("convert cast", "ckpt", ("--to=hf", "--max-shard-size=3kB", "--cast=float32=bfloat16"), "convert"),
+    Scenario("convert", "ckpt", ("--to=safetensors",), "convert"),
     Scenario("overwrite", "safetensors", to("rows", "--overwrite"), before="foreign"),
     Scenario("restart", "safetensors", to("rows", "--restart"), before="another"),
     Scenario("synchronous", "ckpt", to("columns", "--scheduler=synchronous")),

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from checkpoints import plan_with
 from safetensors.numpy import save_file
 
 import reshard
 from reshard.core.plan import budget
 from reshard.errors import BudgetError
+from reshard.formats.dcp.names import DCP
+from reshard.formats.sets.options import HuggingFaceSet
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,10 +29,10 @@ pytestmark = pytest.mark.slow
 FULL = {f"layers.{number}.weight": np.full((64, 64), number, np.float32) for number in range(300)}
 
 FORMATS: dict[str, Callable[[], Any]] = {
-    "small files": lambda: reshard.HuggingFaceSet(max_shard_size=200_000),
-    "one file": lambda: reshard.HuggingFaceSet(max_shard_size=10**9),
-    "dcp": reshard.DCP,
-    "zarr": reshard.ZarrGroup,
+    "small files": lambda: HuggingFaceSet(max_shard_size=200_000),
+    "one file": lambda: HuggingFaceSet(max_shard_size=10**9),
+    "dcp": DCP,
+    "zarr": ZarrGroup,
 }
 
 
@@ -76,7 +80,7 @@ def test_what_is_written_is_kept(
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     (tmp_path / "src").mkdir()
     save_file(FULL, tmp_path / "src" / "model.safetensors")
-    plan = reshard.plan(reshard.open(tmp_path / "src"), files=FORMATS[written]())
+    plan = plan_with(reshard.open(tmp_path / "src"), files=FORMATS[written]())
     if allocates:
         assert plan.run(target, progress=progress, threads=1).resumed == 0
     else:

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import numbers, tree, write_file, write_ranks
+from checkpoints import numbers, plan_with, tree, write_file, write_ranks
 from commands import call, done
 from fsspec.core import url_to_fs
 from refusals import check, failed, refused
 from saves_files import tensor, write_save
 
 import reshard
-from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
+from reshard import Layout, Strategy
 from reshard.errors import SourceError, UsageError
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -164,9 +165,9 @@ def test_a_directory_of_another_format_is_refused_by_every_command(foreign: tupl
     out = tmp_path / "out"
     for command in (
         ["inspect", root],
-        ["transform", root, out],
-        ["unify", root, out],
-        ["convert", root, out, "--format", "ckpt"],
+        ["convert", root, out],
+        ["convert", "--to=mindspore", root, out],
+        ["convert", root, out, "--to", "ckpt"],
         ["plan", root],
         ["verify", root],
         ["strategy", "make", rules, "--like", root, "-o", tmp_path / "made.ckpt"],
@@ -181,7 +182,17 @@ def test_no_option_makes_rank_files_of_it(foreign: tuple[Path, str], tmp_path: P
     root, said = foreign
     files = weights_in(root)
     for path in files:
-        failed(4, "one-of-several", "unify", root, tmp_path / "out", "--suffix", path.stem, places=(said,))
+        failed(
+            4,
+            "one-of-several",
+            "convert",
+            "--to=mindspore",
+            root,
+            tmp_path / "out",
+            "--suffix",
+            path.stem,
+            places=(said,),
+        )
     for rank_pattern in {path.name.replace("0", "{rank}", 1) for path in files if "0" in path.name}:
         if "{rank}" in rank_pattern and not rank_pattern.startswith("part"):  # `--prefix part` makes such
             failed(4, "one-of-several", "inspect", root, "--rank-pattern", rank_pattern, places=(said,))
@@ -190,8 +201,8 @@ def test_no_option_makes_rank_files_of_it(foreign: tuple[Path, str], tmp_path: P
 def test_one_of_its_files_is_refused_by_itself(foreign: tuple[Path, str], tmp_path: Path) -> None:
     root, said = foreign
     for path in weights_in(root):
-        for command in (["inspect", path], ["unify", path, tmp_path / "out"], ["verify", path],
-                        ["convert", path, tmp_path / "out.ckpt", "--format", "ckpt"]):  # fmt: skip
+        for command in (["inspect", path], ["convert", "--to=mindspore", path, tmp_path / "out"], ["verify", path],
+                        ["convert", path, tmp_path / "out.ckpt", "--to", "ckpt"]):  # fmt: skip
             failed(4, "one-of-several", *command, places=(said,))
         with refused(SourceError, "one-of-several"):
             reshard.open({0: path})
@@ -216,7 +227,7 @@ def test_a_file_of_what_describes_itself_is_refused_by_itself(make: Callable[[Pa
     root.mkdir()
     make(root)
     for path in weights_in(root):
-        for command in (["inspect", path], ["unify", path, tmp_path / "out"], ["verify", path]):
+        for command in (["inspect", path], ["convert", "--to=mindspore", path, tmp_path / "out"], ["verify", path]):
             failed(4, "one-of-several", *command, places=(DESCRIBED[make],))
         with pytest.raises(SourceError) as caught:
             reshard.open({0: path})
@@ -224,14 +235,18 @@ def test_a_file_of_what_describes_itself_is_refused_by_itself(make: Callable[[Pa
         for options in ({"suffix": path.stem}, {"rank_pattern": path.name.replace("0", "{rank}", 1)}):
             with refused(UsageError, "self-described", root):
                 reshard.open(root, **options)
-    result = call("convert", root, tmp_path / "out", "--format", "ckpt")
+    result = call("convert", root, tmp_path / "out", "--to", "ckpt")
     assert result.exit_code == 4
 
 
 @pytest.mark.parametrize("make", [torch_dcp, torch_dcp_unfinished, hyper_dcp, hyper_dcp_by_rank, beside_a_pickle])
 def test_metadata_that_are_nothing_are_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path)
-    for command in (["inspect", tmp_path], ["unify", tmp_path, tmp_path / "out"], ["verify", tmp_path]):
+    for command in (
+        ["inspect", tmp_path],
+        ["convert", "--to=mindspore", tmp_path, tmp_path / "out"],
+        ["verify", tmp_path],
+    ):
         failed(4, "bad-pickle" if list(tmp_path.glob("**/*metadata")) else "unfinished", *command, places=("metadata",))
 
 
@@ -264,7 +279,7 @@ def test_files_of_other_programs_are_no_marks_by_name_alone(tmp_path: Path) -> N
 @pytest.mark.parametrize("style", [MindSporeSet, HuggingFaceSet])
 def test_a_file_of_a_set_is_not_the_set(tmp_path: Path, style: type[MindSporeSet | HuggingFaceSet]) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", FULL, ROWS, also={"step": np.array(7)}), strategy=ROWS)
-    reshard.plan(source, files=style(130), format="safetensors").run(tmp_path / "set")
+    plan_with(source, files=style(130), format="safetensors").run(tmp_path / "set")
     files = sorted((tmp_path / "set").glob("*.safetensors"))
     assert len(files) > 1
     for path in files:
@@ -276,7 +291,7 @@ def test_a_file_of_a_set_is_not_the_set(tmp_path: Path, style: type[MindSporeSet
 @pytest.mark.parametrize("style", [MindSporeSet, HuggingFaceSet])
 def test_the_only_file_of_a_set_is_all_of_it(tmp_path: Path, style: type[MindSporeSet | HuggingFaceSet]) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", FULL, ROWS), strategy=ROWS)
-    reshard.plan(source, files=style(), format="safetensors").run(tmp_path / "set")
+    plan_with(source, files=style(), format="safetensors").run(tmp_path / "set")
     (path,) = (tmp_path / "set").glob("*.safetensors")
     assert set(reshard.open(path)) == set(FULL)
 
@@ -295,7 +310,7 @@ def test_one_of_the_parts_of_a_rank(tmp_path: Path) -> None:
     for part, name in enumerate(SHAPES):
         write_file(tmp_path / f"net_part{part}.ckpt", {name: FULL[name]}, "ckpt")
     write_file(tmp_path / "other_part0.ckpt", FULL, "ckpt")
-    assert set(reshard.open(tmp_path, suffix="net")) == set(FULL)
+    assert set(reshard.open(tmp_path, rank_pattern="rank_{rank}/*net.*")) == set(FULL)
     for part in range(2):
         with refused(SourceError, "one-of-several"):
             reshard.open(tmp_path / f"net_part{part}.ckpt")
@@ -328,9 +343,9 @@ def test_one_rank_is_not_written_as_the_whole_model(ranks: Path, tmp_path: Path,
     write_file(tmp_path / "whole.safetensors", FULL)
     done("strategy", "make", rules, "--like", tmp_path / "whole.safetensors", "-o", tmp_path / "two.ckpt")
     for command in (
-        ["transform", ranks / place, tmp_path / "out"],
-        ["unify", ranks / place, tmp_path / "out"],
-        ["unify", ranks / place, tmp_path / "out", "--format", "zarr"],
+        ["convert", ranks / place, tmp_path / "out"],
+        ["convert", "--to=mindspore", ranks / place, tmp_path / "out"],
+        ["convert", ranks / place, tmp_path / "out", "--to", "zarr"],
         ["plan", ranks / place],
         ["strategy", "make", rules, "--like", ranks / place, "-o", tmp_path / "made.ckpt"],
         ["strategy", "check", tmp_path / "two.ckpt", ranks / place],
@@ -350,13 +365,13 @@ def test_one_rank_can_be_looked_at_and_converted(ranks: Path, tmp_path: Path) ->
     assert "rank 3 according to its path" in seen.stderr
     assert "rank 3 according to its path" in json.loads(done("inspect", path, "--json").stdout)["warnings"][0]
     assert reshard.open(path)["a"].shape == (2, 4)
-    done("convert", path, tmp_path / "one.ckpt", "--format", "ckpt")
+    done("convert", path, tmp_path / "one.ckpt", "--to", "ckpt")
     done("verify", tmp_path / "one.ckpt", "--against", path)
 
 
 def test_one_rank_whose_tensors_are_said_to_be_whole(ranks: Path, tmp_path: Path) -> None:
     path = ranks / "rank_3" / "checkpoint_3.safetensors"
-    done("transform", path, tmp_path / "out", "--layout", "*=whole")
+    done("convert", path, tmp_path / "out", "--layout", "*=whole")
     assert reshard.open(tmp_path / "out")["a"].shape == (2, 4)
 
 
@@ -392,7 +407,7 @@ def test_a_deduplicated_file_alone_is_not_the_whole_model(tmp_path: Path) -> Non
         with refused(SourceError, "one-rank"):
             reshard.plan(opened)
     assert "is de-duplicated" in done("inspect", path).stderr
-    done("convert", path, tmp_path / "alone.ckpt", "--format", "ckpt")
+    done("convert", path, tmp_path / "alone.ckpt", "--to", "ckpt")
     reshard.plan(reshard.open(path, layout={"*": "whole"}))
 
 
@@ -407,7 +422,15 @@ def test_rank_directories_in_a_bucket(ranks: Path) -> None:
 
 def test_one_part_of_a_rank_is_not_written_as_the_model(tmp_path: Path) -> None:
     write_file(tmp_path / "src" / "rank_0" / "net_part1.safetensors", FULL)
-    failed(4, "one-rank", "unify", tmp_path / "src", tmp_path / "out", places=("net_part1.safetensors",))
+    failed(
+        4,
+        "one-rank",
+        "convert",
+        "--to=mindspore",
+        tmp_path / "src",
+        tmp_path / "out",
+        places=("net_part1.safetensors",),
+    )
     assert "is one of several parts" in done("inspect", tmp_path / "src").stderr
 
 
@@ -434,10 +457,10 @@ def test_one_of_several_files_of_torch_save(tmp_path: Path, name: str) -> None:
             write_save(path.parent / other, {"w": tensor(FULL["b"])})
     if "/" in name:
         (tmp_path / "src" / "mp_rank_01").mkdir()
-    for command in (["unify", path, tmp_path / "out"], ["inspect", path], ["verify", path]):
+    for command in (["convert", "--to=mindspore", path, tmp_path / "out"], ["inspect", path], ["verify", path]):
         failed(4, "one-of-several", *command, places=(SAVED[name],))
     if name.startswith("layer"):
-        failed(4, "one-of-several", "unify", path.parent, tmp_path / "out", places=("torch.save",))
+        failed(4, "one-of-several", "convert", "--to=mindspore", path.parent, tmp_path / "out", places=("torch.save",))
 
 
 @pytest.mark.parametrize(
@@ -458,7 +481,7 @@ def test_files_of_torch_save_next_to_others_do_no_harm(tmp_path: Path) -> None:
     write_save(tmp_path / "pytorch_model-00001-of-00002.bin", {"w": tensor(FULL["a"])})
     assert set(reshard.open(tmp_path)) == set(FULL)
     (tmp_path / "model.safetensors").rename(tmp_path.parent / "x.safetensors")
-    assert "warning" not in done("unify", tmp_path.parent / "x.safetensors", tmp_path).stderr
+    assert "warning" not in done("convert", "--to=mindspore", tmp_path.parent / "x.safetensors", tmp_path).stderr
 
 
 def test_a_link_to_one_of_several_is_one_of_several(tmp_path: Path) -> None:

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import numbers, tree, write_file
+from checkpoints import numbers, plan_with, tree, write_file
 from hypothesis import example, given
 from hypothesis import strategies as st
 from refusals import refused
 
 import reshard
-from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
+from reshard import Layout, Strategy
 from reshard.core.model.entries import ShardFiles, SizedTensor, TargetFiles
 from reshard.errors import UsageError
 from reshard.formats.ranks.options import RankFiles
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +69,7 @@ def test_a_name_by_hand(tmp_path: Path) -> None:
     full = numbers({"w": (4, 4)})
     source = reshard.open(write_file(tmp_path / "x.safetensors", full))
     strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
-    reshard.plan(source, strategy, files=RankFiles(name="{rank}/of two.bin")).run(tmp_path / "out")
+    plan_with(source, strategy, files=RankFiles(name="{rank}/of two.bin")).run(tmp_path / "out")
     assert list(tree(tmp_path / "out")) == ["0/of two.bin", "1/of two.bin"]
     found = reshard.open({rank: tmp_path / "out" / str(rank) / "of two.bin" for rank in range(2)}, strategy=strategy)
     assert np.array_equal(found["w"].compute(), full["w"])
@@ -84,7 +85,7 @@ def test_two_ranks_cannot_share_a_file(tmp_path: Path) -> None:
     source = reshard.open(write_file(tmp_path / "x.safetensors", numbers({"w": (4, 4)})))
     strategy = Strategy.of({"w": Layout.of([2], [0, -1])})
     with refused(UsageError, "duplicate-name", "same.bin", "{rank}"):
-        reshard.plan(source, strategy, files=RankFiles(name="same.bin"))
+        plan_with(source, strategy, files=RankFiles(name="same.bin"))
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))
@@ -113,10 +114,10 @@ class ByLetter:
 def test_files_are_laid_out_as_anyone_says(tmp_path: Path) -> None:
     full = numbers({"a.w": (4, 2), "b.w": (3,), "a.b": (5,)})
     write_file(tmp_path / "all.safetensors", full)
-    plan = reshard.plan(reshard.open(tmp_path / "all.safetensors"), files=ByLetter())
+    plan = plan_with(reshard.open(tmp_path / "all.safetensors"), files=ByLetter())
     plan.run(tmp_path / "target", fsync=False)
     assert set(tree(tmp_path / "target")) == {"a.safetensors", "b.safetensors"}
     held = {name: set(reshard.open(tmp_path / "target" / f"{name}.safetensors")) for name in "ab"}
     assert held == {"a": {"a.w", "a.b"}, "b": {"b.w"}}
     with refused(UsageError, "wrong-format", "zarr", "ByLetter"):
-        reshard.plan(reshard.open(tmp_path / "all.safetensors"), files=ByLetter(), format="zarr")
+        plan_with(reshard.open(tmp_path / "all.safetensors"), files=ByLetter(), format="zarr")

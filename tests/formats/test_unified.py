@@ -8,17 +8,18 @@ from pathlib import Path
 import helpers
 import numpy as np
 import pytest
-from checkpoints import Array, assert_rank_files, numbers, tree, write_file, write_ranks
+from checkpoints import Array, assert_rank_files, numbers, plan_with, tree, write_file, write_ranks
 from faulty import Faults, raising
 from refusals import failed, refused
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import reshard
-from reshard import HuggingFaceSet, Layout, MindSporeSet, Selection, Strategy
+from reshard import Layout, Selection, Strategy
 from reshard.core.plan import budget
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, UsageError
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 from reshard.kits.indexes import read_index
 
 ROWS, COLUMNS = Layout.of([4], [0, -1]), Layout.of([4], [-1, 0])
@@ -36,7 +37,7 @@ def source(tmp_path: Path) -> reshard.Checkpoint:
 
 
 def unified(source: reshard.Checkpoint, root: Path, style: str, size: int, **options: object) -> Path:
-    reshard.plan(source, format="safetensors", files=STYLES[style](size), **options).run(root)  # type: ignore[arg-type]
+    plan_with(source, format="safetensors", files=STYLES[style](size), **options).run(root)  # type: ignore[arg-type]
     return root
 
 
@@ -94,7 +95,7 @@ def test_hyper_parameters_that_are_lost(source: reshard.Checkpoint, tmp_path: Pa
     """MindSpore's map does not name them, so that a set without them was taken for whole: no step, no texts."""
     root = unified(source, tmp_path / "set", "mindspore", 600)
     (root / "hyper_param.safetensors").unlink()
-    for words in (["transform", root, tmp_path / "out"], ["inspect", root], ["verify", root]):
+    for words in (["convert", root, tmp_path / "out"], ["inspect", root], ["verify", root]):
         failed(4, "not-found", *words, places=("param_name_map.json", "file 'hyper_param.safetensors'"))
     index = root / "param_name_map.json"
     index.write_text(index.read_text().replace("hyper_param.safetensors", "../x"))
@@ -141,8 +142,8 @@ def test_a_failed_run_leaves_no_index(source: reshard.Checkpoint, tmp_path: Path
 def test_a_set_is_a_source_like_any_other(source: reshard.Checkpoint, tmp_path: Path, style: str) -> None:
     root = unified(source, tmp_path / "set", style, 300)
     target = Strategy.of({"a": COLUMNS, "b": COLUMNS, "c": COLUMNS, "moments.a": ROWS})
-    reshard.plan(reshard.open(root), target, format="ckpt").run(tmp_path / "out")
-    reshard.plan(source, target, format="ckpt").run(tmp_path / "expected")
+    reshard.plan(reshard.open(root), target, to="ckpt").run(tmp_path / "out")
+    reshard.plan(source, target, to="ckpt").run(tmp_path / "expected")
     for rank in range(4):
         found, expected = (
             helpers.read_rank_file(tmp_path / side / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")

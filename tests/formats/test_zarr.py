@@ -12,20 +12,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zarr
-from checkpoints import places, tree, write_file, write_ranks
+from checkpoints import places, plan_with, tree, write_file, write_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source, tasks
 
 import reshard
-from reshard import Layout, Selection, Strategy, ZarrGroup
+from reshard import Layout, Selection, Strategy
 from reshard.core.model.entries import Content
 from reshard.core.plan import budget
 from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.formats.zarr import layout as format_zarr
 from reshard.formats.zarr.array import clipped
+from reshard.formats.zarr.layout import ZarrGroup
 from reshard.formats.zarr.writer import source_record
 from reshard.kits.files import by_name
 
@@ -41,7 +42,7 @@ __all__ = ["source", "tasks"]  # fixtures, for pytest to find
 def test_there_and_back(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup, tasks: None) -> None:
     """zarr reads what is written, and so do we: as arrays, and as a source that gives what the first source does."""
     store = tmp_path / "model.zarr"
-    plan = reshard.plan(source, files=group)
+    plan = plan_with(source, files=group)
     report = plan.run(store, threads=3)
     assert report.bytes_read == plan.stats.bytes_read == sum(v.nbytes for v in FULL.values()) + 7 * 4 + 4
     opened, own = zarr.open_group(store, mode="r"), reshard.open(store)
@@ -66,12 +67,12 @@ def test_the_same_bytes_whoever_writes_them(
     source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = tmp_path / "first"
-    reshard.plan(source, files=group).run(first, scheduler="synchronous")
+    plan_with(source, files=group).run(first, client="synchronous")
     monkeypatch.setattr(budget, "BAND_BYTES", 64)
     monkeypatch.setattr(budget, "TASK_BYTES", 512)
     moved = shutil.copytree(source.root, tmp_path / "elsewhere")
     for attempt in range(4):
-        again = reshard.plan(reshard.open(moved, strategy=SOURCE), files=group)
+        again = plan_with(reshard.open(moved, strategy=SOURCE), files=group)
         again.run(tmp_path / f"{attempt}", threads=4, fsync=False)
         assert tree(tmp_path / f"{attempt}") == tree(first)
 
@@ -79,7 +80,7 @@ def test_the_same_bytes_whoever_writes_them(
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_metadata_are_what_zarr_itself_writes(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
     store = tmp_path / "model.zarr"
-    reshard.plan(source, files=group).run(store)
+    plan_with(source, files=group).run(store)
     theirs = zarr.open_group(tmp_path / "theirs.zarr", mode="w")
     theirs.update_attributes(json.loads((store / "zarr.json").read_text())["attributes"])
     for name, array in zarr.open_group(store, mode="r").members():
@@ -104,7 +105,7 @@ def test_metadata_are_what_zarr_itself_writes(source: reshard.Checkpoint, tmp_pa
 def test_chunks_are_what_zarr_itself_writes(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
     """Byte for byte; of shards zarr orders the chunks otherwise, so they are read back above."""
     store = tmp_path / "model.zarr"
-    reshard.plan(source, files=group).run(store)
+    plan_with(source, files=group).run(store)
     for name, array in zarr.open_group(store, mode="r").members():
         assert isinstance(array, zarr.Array)
         if array.shards is None:
@@ -222,11 +223,11 @@ def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint) -> None:
             ZarrGroup(**files)  # type: ignore[arg-type]
     for options in ({"ranks": [0]}, {"remove_redundancy": True}, {"link_replicas": True}):
         with refused(UsageError, "option-of-another-format", next(iter(options))):
-            reshard.plan(source, format="zarr", **options)  # type: ignore[arg-type]
+            reshard.plan(source, to="zarr", **options)  # type: ignore[arg-type]
     with refused(UsageError, "option-of-another-format", "strategy"):
-        reshard.plan(source, TARGET, format="zarr")
+        reshard.plan(source, TARGET, to="zarr")
     with refused(UsageError, "wrong-format", "ZarrGroup", "ckpt"):
-        reshard.plan(source, format="ckpt", files=ZarrGroup())
+        reshard.plan(source, to="zarr")
 
 
 def test_selection_casts_and_names(source: reshard.Checkpoint, tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_selection_casts_and_names(source: reshard.Checkpoint, tmp_path: Path) -
 
 
 def test_the_rank_of_a_plan_is_whole(source: reshard.Checkpoint) -> None:
-    rank = reshard.plan(source, files=ZarrGroup()).rank(0)
+    rank = reshard.plan(source, to="zarr").rank(0)
     assert_same(rank["layers.0.wo"].compute(), FULL["layers.0.wo"])
 
 
@@ -264,7 +265,7 @@ def test_a_store_takes_no_strategy_and_is_converted(source: reshard.Checkpoint, 
     source.to_zarr(tmp_path / "z")
     with refused(UsageError, "self-described"):
         reshard.open(tmp_path / "z", strategy=SOURCE)
-    done = invoke("convert", tmp_path / "z", tmp_path / "out", "--format", "ckpt")
+    done = invoke("convert", tmp_path / "z", tmp_path / "out", "--to", "ckpt")
     assert done.exit_code == 0, done.output
     whole = reshard.open(tmp_path / "out")
     assert set(whole) == set(reshard.open(tmp_path / "z"))
@@ -272,18 +273,18 @@ def test_a_store_takes_no_strategy_and_is_converted(source: reshard.Checkpoint, 
 
 
 def test_what_a_store_is_not_made_for_is_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    plan = reshard.plan(source, files=ZarrGroup())
+    plan = reshard.plan(source, to="zarr")
     with refused(UsageError, "wrong-partition", tmp_path / "z", "'file'"):
         plan.run(tmp_path / "z", partition="file")
     plan.run(tmp_path / "z")
     with refused(UsageError, "no-manifest", tmp_path / "z"):
-        reshard.make_manifest(tmp_path / "z")
+        reshard.Manifest.make(tmp_path / "z")
     assert reshard.open(f"file://{tmp_path}/z").format == "zarr"
 
 
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_a_plan_file_makes_the_same_store(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
-    plan = reshard.plan(source, files=group)
+    plan = plan_with(source, files=group)
     plan.save(tmp_path / "plan.json")
     plan.run(tmp_path / "z")
     moved = shutil.copytree(source.root, tmp_path / "elsewhere")
@@ -295,9 +296,9 @@ def test_a_plan_file_makes_the_same_store(source: reshard.Checkpoint, tmp_path: 
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_a_plan_of_a_store_can_be_saved(source: reshard.Checkpoint, tmp_path: Path, group: ZarrGroup) -> None:
     """And does the same where the store is a copy, or is reached through a link."""
-    reshard.plan(source, files=group).run(tmp_path / "z")
+    plan_with(source, files=group).run(tmp_path / "z")
     (tmp_path / "link").symlink_to(tmp_path / "z")
-    plan = reshard.plan(reshard.open(tmp_path / "link"), TARGET, format="safetensors")
+    plan = reshard.plan(reshard.open(tmp_path / "link"), TARGET, to="safetensors")
     plan.run(tmp_path / "direct")
     plan.save(tmp_path / "plan.json")
     shutil.copytree(tmp_path / "z", tmp_path / "elsewhere")
@@ -318,7 +319,7 @@ def test_a_plan_of_a_store_that_zarr_wrote_can_be_saved(tmp_path: Path, options:
     for name in ("a", "inner/b"):
         array = group.create_array(name, shape=(10, 7), dtype="float32", fill_value=2.5, **options)
         array[3:5, 2:4] = np.arange(4).reshape(2, 2)
-    plan = reshard.plan(reshard.open(tmp_path / "z"), format="safetensors")
+    plan = reshard.plan(reshard.open(tmp_path / "z"), to="safetensors")
     plan.run(tmp_path / "direct")
     plan.save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "again")
@@ -361,8 +362,8 @@ def test_a_store_that_is_not_what_was_planned_with_is_refused(
 ) -> None:
     """Also where its sizes are what they were: how chunks are encoded is in the metadata alone."""
     store = tmp_path / "z"
-    reshard.plan(source, files=ZarrGroup(shard_size=0)).run(store)
-    reshard.plan(reshard.open(store), TARGET, format="safetensors").save(tmp_path / "plan.json")
+    plan_with(source, files=ZarrGroup(shard_size=0)).run(store)
+    reshard.plan(reshard.open(store), TARGET, to="safetensors").save(tmp_path / "plan.json")
     reshard.read_plan(tmp_path / "plan.json")
     change(store)
     with refused(kind, code, place):
@@ -372,19 +373,19 @@ def test_a_store_that_is_not_what_was_planned_with_is_refused(
 def test_a_plan_of_a_store_at_the_command_line(source: reshard.Checkpoint, tmp_path: Path) -> None:
     source.to_zarr(tmp_path / "z")
     reshard.write_strategy(TARGET, tmp_path / "target.ckpt")
-    words = [tmp_path / "z", "--target-strategy", tmp_path / "target.ckpt", "--format", "ckpt"]
+    words = [tmp_path / "z", "--target-strategy", tmp_path / "target.ckpt", "--to", "ckpt"]
     planned = invoke("plan", *words, "-o", tmp_path / "plan.json")
     assert planned.exit_code == 0, planned.output
     ran = invoke("run", tmp_path / "plan.json", tmp_path / "out")
     assert ran.exit_code == 0, ran.output
     assert invoke(*shlex.split(ran.output.split("reshard ", 1)[1].splitlines()[0])).exit_code == 0
-    assert invoke("transform", words[0], tmp_path / "direct", *words[1:]).exit_code == 0
+    assert invoke("convert", words[0], tmp_path / "direct", *words[1:]).exit_code == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "direct")
 
 
 def test_a_plan_with_times_is_of_its_own_files(source: reshard.Checkpoint, tmp_path: Path) -> None:
     with refused(UsageError, "not-savable", "zarr"):
-        reshard.plan(source, files=ZarrGroup(times=True)).save(tmp_path / "plan.json")
+        plan_with(source, files=ZarrGroup(times=True)).save(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -418,12 +419,12 @@ def test_on_a_cluster(
 ) -> None:
     distributed = pytest.importorskip("distributed")
     monkeypatch.setattr(budget, "TASK_BYTES", 512)
-    reshard.plan(source, files=group).run(tmp_path / "here")
+    plan_with(source, files=group).run(tmp_path / "here")
     with (
         distributed.LocalCluster(2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
         distributed.Client(cluster) as client,
     ):
-        reshard.plan(source, files=group).run(tmp_path / "there", client=client)
+        plan_with(source, files=group).run(tmp_path / "there", client=client)
         assert tree(tmp_path / "there") == tree(tmp_path / "here")
         reshard.plan(reshard.open(tmp_path / "there"), TARGET).run(tmp_path / "out", client=client)
     reshard.plan(source, TARGET).run(tmp_path / "direct")
@@ -432,6 +433,6 @@ def test_on_a_cluster(
 
 def test_progress_counts_contents(source: reshard.Checkpoint, tmp_path: Path) -> None:
     told: list[Progress] = []
-    plan = reshard.plan(source, files=ZarrGroup(compression="zstd"))
+    plan = reshard.plan(source, to="zarr", compression="zstd")
     plan.run(tmp_path / "z", progress=told.append)
     assert told[-1].written == told[-1].total == plan.stats.bytes_written

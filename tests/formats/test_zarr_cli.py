@@ -1,4 +1,4 @@
-"""zarr stores on the command line: `unify --format zarr`, `transform`, and both steps with `--via-zarr`."""
+"""zarr stores on the command line: `unify --to zarr`, `transform`, and both steps with `--via-zarr`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import blocks, tree, write_file
+from checkpoints import blocks, plan_with, tree, write_file
 from commands import call
 from refusals import refused
 from zarr_stores import FULL, SOURCE, TARGET, invoke, source
 
 import reshard
-from reshard import ZarrGroup
 from reshard.core.run.state.session import Session
 from reshard.errors import UsageError
+from reshard.formats.zarr.layout import ZarrGroup
 
 __all__ = ["source"]  # fixtures, for pytest to find
 
@@ -41,7 +41,7 @@ def test_unify_to_zarr_and_split_again(
 ) -> None:
     store = tmp_path / "m.zarr"
     done = invoke(
-        "unify", source.root, store, "--source-strategy", strategies[0], "--format", "zarr", "--chunk-size", "1kB",
+        "convert", source.root, store, "--source-strategy", strategies[0], "--to", "zarr", "--chunk-size", "1kB",
         "--shard-size", "0", "--compression", "zstd:5",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
@@ -53,24 +53,24 @@ def test_unify_to_zarr_and_split_again(
     shown = invoke("inspect", store)
     assert shown.exit_code == 0
     assert "zarr" in shown.output
-    assert invoke("transform", store, tmp_path / "out", "--target-strategy", strategies[1]).exit_code == 0
+    assert invoke("convert", store, tmp_path / "out", "--target-strategy", strategies[1]).exit_code == 0
     reshard.plan(source, TARGET).run(tmp_path / "direct")
     assert tree(tmp_path / "out") == tree(tmp_path / "direct")
 
 
 def test_the_name_of_a_target_says_its_format(source: reshard.Checkpoint, tmp_path: Path) -> None:
     """No directory of safetensors files is called z.zarr, nor a safetensors file x.ckpt."""
-    words = ["unify", write_file(tmp_path / "net.safetensors", FULL)]
+    words = ["convert", "--to=mindspore", write_file(tmp_path / "net.safetensors", FULL)]
     assert invoke(*words, tmp_path / "z.zarr").exit_code == 0
     assert reshard.open(tmp_path / "z.zarr").format == "zarr"
     store = tmp_path / "other.zarr"
     commands = [
-        [*words, store, "--format", "safetensors"],
-        [*words, store, "--format", "dcp"],
-        [*words, store, "--style", "huggingface"],
-        ["convert", words[1], store, "--format", "ckpt"],
-        ["convert", words[1], tmp_path / "other.ckpt", "--format", "safetensors"],
-        ["convert", words[1], tmp_path / "other.safetensors", "--format", "ckpt"],
+        [*words, store, "--to", "safetensors"],
+        [*words, store, "--to", "dcp"],
+        [*words, store, "--to", "hf"],
+        ["convert", words[1], store, "--to", "ckpt"],
+        ["convert", words[1], tmp_path / "other.ckpt", "--to", "safetensors"],
+        ["convert", words[1], tmp_path / "other.safetensors", "--to", "ckpt"],
     ]
     before = set(tree(tmp_path))
     for command in commands:
@@ -78,13 +78,13 @@ def test_the_name_of_a_target_says_its_format(source: reshard.Checkpoint, tmp_pa
     with refused(UsageError, "wrong-extension", "other.zarr"):
         reshard.plan(source, TARGET).run(store)
     assert set(tree(tmp_path)) == before
-    assert invoke("convert", words[1], tmp_path / "net.ckpt", "--format", "ckpt").exit_code == 0
+    assert invoke("convert", words[1], tmp_path / "net.ckpt", "--to", "ckpt").exit_code == 0
 
 
 def test_options_of_the_other_format_are_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    for options in (["--chunk-size", "1MB"], ["--format", "zarr", "--style", "huggingface"], ["--shard-size", "0"],
-                    ["--format", "zarr", "--max-shard-size", "1GB"], ["--compression", "zstd"]):  # fmt: skip
-        done = invoke("unify", source.root, tmp_path / "out", *options)
+    for options in (["--chunk-size", "1MB"], ["--to", "zarr", "--to", "hf"], ["--shard-size", "0"],
+                    ["--to", "zarr", "--max-shard-size", "1GB"], ["--compression", "zstd"]):  # fmt: skip
+        done = invoke("convert", "--to=mindspore", source.root, tmp_path / "out", *options)
         assert done.exit_code == 2
         assert options[-2] in done.output
 
@@ -95,17 +95,17 @@ def test_via_zarr_and_again_without_the_source(
     store = tmp_path / "m.zarr"
     common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", store]
     reshard.plan(source, TARGET).run(tmp_path / "direct")
-    dry = invoke("transform", source.root, tmp_path / "one", *common, "--dry-run", "--json")
+    dry = invoke("convert", source.root, tmp_path / "one", *common, "--dry-run", "--json")
     assert json.loads(dry.output)["format"] == "zarr"
     assert not store.exists()
-    done = invoke("transform", source.root, tmp_path / "one", *common)
+    done = invoke("convert", source.root, tmp_path / "one", *common)
     assert done.exit_code == 0, done.output
     assert tree(tmp_path / "one") == tree(tmp_path / "direct")
     before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
-    done = invoke("transform", source.root, tmp_path / "two", *common)
+    done = invoke("convert", source.root, tmp_path / "two", *common)
     assert "is finished and of this source; it is used as it is" in done.output
     shutil.move(source.root, tmp_path / "gone")
-    done = invoke("transform", source.root, tmp_path / "three", *common)
+    done = invoke("convert", source.root, tmp_path / "three", *common)
     assert done.exit_code == 0, done.output
     assert "does not exist; " in done.output
     assert before == {path: path.stat().st_mtime_ns for path in store.rglob("*")}
@@ -116,9 +116,9 @@ def test_via_zarr_refuses_the_store_of_another_source(
     source: reshard.Checkpoint, tmp_path: Path, strategies: tuple[Path, Path]
 ) -> None:
     common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", tmp_path / "m.zarr"]
-    assert invoke("transform", source.root, tmp_path / "one", *common).exit_code == 0
+    assert invoke("convert", source.root, tmp_path / "one", *common).exit_code == 0
     Path(source._record.files[0].path).touch()
-    done = invoke("transform", source.root, tmp_path / "two", *common)
+    done = invoke("convert", source.root, tmp_path / "two", *common)
     assert done.exit_code == 6
     assert "is finished, and was made from another source" in done.output
     assert not (tmp_path / "two").exists()
@@ -135,7 +135,7 @@ def test_via_zarr_goes_on_where_the_first_step_was_killed(
             raise Killed
         real(*arguments)
 
-    plan = reshard.plan(source, files=ZarrGroup(times=True))
+    plan = plan_with(source, files=ZarrGroup(times=True))
     with monkeypatch.context() as patched:
         patched.setattr(Session, "failed", lambda session, *_: session.flush())
         patched.setattr(os, "replace", killing)
@@ -144,7 +144,7 @@ def test_via_zarr_goes_on_where_the_first_step_was_killed(
     left = {path.name.endswith(".partial") for path in store.rglob("c.*")}
     assert left == {True, False}, "some files have their names, others not"
     common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", store]
-    done = invoke("transform", source.root, tmp_path / "one", *common, "--json")
+    done = invoke("convert", source.root, tmp_path / "one", *common, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["source"] == str(store)
     reshard.plan(source, TARGET).run(tmp_path / "direct")
@@ -157,12 +157,12 @@ def test_via_zarr_the_format_stays_and_notices_are_reported(tmp_path: Path, stra
         path = tmp_path / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
         write_file(path, {**blocks(FULL, SOURCE, rank), "rng": np.array([rank], np.float32)}, "ckpt")
     common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--layout", "rng=copy"]
-    done = call("transform", tmp_path / "src", tmp_path / "out", *common, "--via-zarr", tmp_path / "m.zarr", "--json")
+    done = call("convert", tmp_path / "src", tmp_path / "out", *common, "--via-zarr", tmp_path / "m.zarr", "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["format"] == "ckpt"
     assert "rng differs between the ranks" in done.stderr
     shutil.move(tmp_path / "src", tmp_path / "gone")
-    again = call("transform", tmp_path / "src", tmp_path / "two", *common, "--via-zarr", tmp_path / "m.zarr")
+    again = call("convert", tmp_path / "src", tmp_path / "two", *common, "--via-zarr", tmp_path / "m.zarr")
     assert again.exit_code == 0, again.stderr
     assert tree(tmp_path / "out") == tree(tmp_path / "two")
     assert {path.rpartition(".")[2] for path in tree(tmp_path / "out")} == {"ckpt"}

@@ -218,7 +218,7 @@ def test_a_lost_chunk_of_an_own_store(lying: Path, store: str, chunk: str) -> No
     strategy = reshard.Strategy.of({"w": reshard.Layout.of([2], [0, -1])})
     reshard.write_strategy(strategy, lying / "t.ckpt")
     for words in (
-        ["transform", lying / store, lying / "out", "--target-strategy", lying / "t.ckpt"],
+        ["convert", lying / store, lying / "out", "--target-strategy", lying / "t.ckpt"],
         ["inspect", lying / store],
         ["verify", lying / store],
         ["verify", lying / store, "--against", lying / "w.safetensors"],

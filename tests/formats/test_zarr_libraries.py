@@ -10,13 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zarr
-from checkpoints import assert_equal, write_file
+from checkpoints import assert_equal, plan_with, write_file
 from refusals import refused
 from zarr_stores import assert_same
 
 import reshard
-from reshard import ZarrGroup
 from reshard.errors import SourceError, UsageError
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ GROUPS = {
 @pytest.fixture(params=GROUPS)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = write_file(tmp_path / "a.safetensors", FULL)
-    reshard.plan(reshard.open(path), files=GROUPS[request.param]).run(tmp_path / "z")
+    plan_with(reshard.open(path), files=GROUPS[request.param]).run(tmp_path / "z")
     return tmp_path / "z"
 
 

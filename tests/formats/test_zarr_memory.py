@@ -20,7 +20,7 @@ from refusals import refused
 from zarr_stores import invoke, source
 
 import reshard
-from reshard import Layout, Strategy, ZarrGroup
+from reshard import Layout, Strategy
 from reshard.core.layout.block import Block
 from reshard.core.model.entries import Content
 from reshard.dtypes import BFLOAT16
@@ -35,9 +35,9 @@ __all__ = ["source"]  # fixtures, for pytest to find
 
 def test_memory_that_is_too_little_is_reported(source: reshard.Checkpoint) -> None:
     with refused(BudgetError, "not-enough-memory", "62.9 MB") as caught:
-        reshard.plan(source, files=ZarrGroup(compression="zstd"), memory=60 << 20)
+        reshard.plan(source, to="zarr", compression="zstd", memory=60 << 20)
     least = least_memory(caught.value)
-    assert reshard.plan(source, files=ZarrGroup(compression="zstd"), memory=least)._record.threads == 1
+    assert reshard.plan(source, to="zarr", compression="zstd", memory=least)._record.threads == 1
 
 
 CAP = 512 << 20
@@ -102,10 +102,10 @@ def test_a_model_four_times_the_memory(
     reshard.write_strategy(before, tmp_path / "before.ckpt")
     reshard.write_strategy(after, tmp_path / "after.ckpt")
     store = tmp_path / "model.zarr"
-    options = ["--memory", "512MiB", "--no-fsync", "--drop-cache", "-q"]
-    unify = ["unify", tmp_path / "src", store, "--source-strategy", tmp_path / "before.ckpt", "--format", "zarr"]
+    options = ["--memory", "512MiB", "--tune=fsync=no", "--tune=drop-cache=yes", "-q"]
+    unify = ["convert", tmp_path / "src", store, "--source-strategy", tmp_path / "before.ckpt", "--to", "zarr"]
     unify += ["--compression", compression] if compression else []
-    split = ["transform", store, tmp_path / "out", "--target-strategy", tmp_path / "after.ckpt"]
+    split = ["convert", store, tmp_path / "out", "--target-strategy", tmp_path / "after.ckpt"]
     told = []
     for command in (unify, split):
         predicted = json.loads(invoke(*command, "--memory", "512MiB", "--dry-run", "--json").stdout)["peak_memory"]
@@ -184,11 +184,11 @@ def test_a_model_forty_times_the_memory(tmp_path: Path, capsys: pytest.CaptureFi
     reshard.write_strategy(before, tmp_path / "before.ckpt")
     reshard.write_strategy(after, tmp_path / "after.ckpt")
     store, out = tmp_path / "model.zarr", tmp_path / "out"
-    options = ["--memory", "512MiB", "--no-fsync", "--drop-cache", "-q"]
+    options = ["--memory", "512MiB", "--tune=fsync=no", "--tune=drop-cache=yes", "-q"]
     told = []
     for command, done_with in (
-        (["unify", tmp_path / "src", store, "--source-strategy", tmp_path / "before.ckpt", "--format", "zarr"], "src"),
-        (["transform", store, out, "--target-strategy", tmp_path / "after.ckpt"], "model.zarr"),
+        (["convert", tmp_path / "src", store, "--source-strategy", tmp_path / "before.ckpt", "--to", "zarr"], "src"),
+        (["convert", store, out, "--target-strategy", tmp_path / "after.ckpt"], "model.zarr"),
     ):
         began = time.monotonic()
         peak = watched(*command, *options)

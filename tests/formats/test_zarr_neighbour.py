@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import fsspec
 import pytest
-from checkpoints import tree, write_file
+from checkpoints import plan_with, tree, write_file
 from commands import call, done
 from refusals import refused
 from remotes import FULL, get
 
 import reshard
-from reshard import ZarrGroup
 from reshard.errors import TargetError
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ MADE = "made-00ff.json"
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     source = reshard.open(write_file(tmp_path / "src" / "net.safetensors", FULL))
-    return reshard.plan(source, files=ZarrGroup(chunk_size=512, shard_size=0))
+    return plan_with(source, files=ZarrGroup(chunk_size=512, shard_size=0))
 
 
 @pytest.mark.parametrize("option", [None, "--overwrite", "--restart", "--dry-run"])
@@ -39,7 +39,7 @@ def test_what_no_ledger_wrote_stays(tmp_path: Path, names: list[str], option: st
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('{"somebody": "else\'s"}\n')
     before = tree(tmp_path)
-    refused = call("unify", source, tmp_path / "m.zarr", "--format", "zarr", *([option] if option else []))
+    refused = call("convert", source, tmp_path / "m.zarr", "--to", "zarr", *([option] if option else []))
     assert refused.exit_code == 6
     assert tree(tmp_path) == before
 
@@ -54,11 +54,11 @@ def test_what_is_no_directory_is_refused(tmp_path: Path, kind: str, option: str 
     else:
         place.symlink_to(elsewhere)
     if kind == "a link to a directory":
-        done("unify", source, tmp_path / "other.zarr")
+        done("convert", source, tmp_path / "other.zarr")
         (tmp_path / "other.zarr.reshard").rename(elsewhere)  # it has nothing but a ledger, of another store
         (elsewhere / "notes.txt").write_text("mine")
     before = tree(tmp_path)
-    assert call("unify", source, tmp_path / "m.zarr", *([option] if option else [])).exit_code == 6
+    assert call("convert", source, tmp_path / "m.zarr", *([option] if option else [])).exit_code == 6
     assert place.is_symlink() or place.is_file()
     assert tree(tmp_path) == before
 

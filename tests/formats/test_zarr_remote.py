@@ -11,7 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 import zarr
-from checkpoints import tree, write_file, write_ranks
+from checkpoints import plan_with, tree, write_file, write_ranks
 from commands import least_memory
 from faulty import Faults, raising
 from refusals import refused
@@ -19,13 +19,14 @@ from remotes import Requests, at_urls, changing, get, put
 from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source
 
 import reshard
-from reshard import Layout, Strategy, ZarrGroup
+from reshard import Layout, Strategy
 from reshard.core.plan import budget
 from reshard.core.plan.partition import partitioned
 from reshard.core.storage.urls import remote
 from reshard.core.storage.urls.s3 import upload_parts
 from reshard.core.storage.urls.s3.upload_parts import LEAST_PART_BYTES
 from reshard.errors import BudgetError, SourceError, TargetError, UsageError
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +45,7 @@ def test_there_and_back(
     """The files are those of a local store, byte for byte; zarr reads them, and so do we, also as a source."""
     monkeypatch.setattr(budget, "BAND_BYTES", 64)
     monkeypatch.setattr(budget, "TASK_BYTES", 512)
-    plan = reshard.plan(source, files=GROUPS[group])
+    plan = plan_with(source, files=GROUPS[group])
     plan.run(tmp_path / "local")
     report = plan.run(f"{root}/model.zarr", threads=3)
     assert report.bytes_written == plan.stats.bytes_written
@@ -80,7 +81,7 @@ def test_stores_that_zarr_wrote(root: str, tmp_path: Path, options: str) -> None
 
 
 def test_a_lost_chunk_of_an_own_store(root: str, source: reshard.Checkpoint, tmp_path: Path) -> None:
-    reshard.plan(source, files=ZarrGroup(shard_size=0)).run(tmp_path / "z")
+    plan_with(source, files=ZarrGroup(shard_size=0)).run(tmp_path / "z")
     (tmp_path / "z/layers.0.wq/c.1.0").unlink()
     put(tmp_path / "z", f"{root}/z")
     with refused(SourceError, "missing-chunk", "z/layers.0.wq/c.1.0"):
@@ -91,7 +92,7 @@ def test_only_ranges_of_chunks_are_read(root: str, asked: Requests, tmp_path: Pa
     full = {"w": np.arange(3 << 18, dtype=np.float32).reshape(1024, 768)}
     path = write_file(tmp_path / "w.safetensors", full)
     for name, group in {"plain": ZarrGroup(chunk_size=1 << 20), "zstd": ZarrGroup(1 << 20, 0, "zstd")}.items():
-        reshard.plan(reshard.open(path), files=group).run(f"{root}/{name}")
+        plan_with(reshard.open(path), files=group).run(f"{root}/{name}")
     own = reshard.open(f"{root}/plain")
     asked.ranges.clear()
     assert_same(own["w"][300:310].compute(), full["w"][300:310])
@@ -100,7 +101,7 @@ def test_only_ranges_of_chunks_are_read(root: str, asked: Requests, tmp_path: Pa
     stored = {name: len(content) for name, content in get(f"{root}/zstd").items() if "/c." in name}
     assert len(stored) == 4
     asked.ranges.clear()
-    report = reshard.plan(own).run(tmp_path / "out", scheduler="synchronous")
+    report = reshard.plan(own).run(tmp_path / "out", client="synchronous")
     assert report.bytes_read == 3 << 20
     assert asked.nbytes == sum(stored.values())  # each compressed chunk once
     assert len(asked.ranges) == 4
@@ -116,7 +117,7 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
 ) -> None:
     """Before its last file, the group's metadata, there is no store, also where an older one was there."""
     store, (compression, overwrite) = f"{root}/model.zarr", how
-    plan = reshard.plan(source, files=ZarrGroup(chunk_size=2000, shard_size=0, compression=compression))
+    plan = plan_with(source, files=ZarrGroup(chunk_size=2000, shard_size=0, compression=compression))
     plan.run(tmp_path / "local")
     if overwrite:
         plan.run(store)
@@ -126,7 +127,7 @@ def test_a_failure_leaves_nothing_that_is_taken_for_a_store(
         faults.every(lambda _call: none_yet(store), "create")
         faults.nth(round(share * len(plan._record.files)) - 1, raising(TargetError("the network is gone")), "create")
         with refused(TargetError, "bad-target", "the network is gone"):
-            plan.run(store, overwrite=overwrite, restart=True, scheduler="synchronous")
+            plan.run(store, overwrite=overwrite, restart=True, client="synchronous")
         with pytest.raises(SourceError):
             reshard.open(store)
         none_yet(store)
@@ -161,9 +162,9 @@ def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str)
 
 def test_a_source_that_changes_is_refused(root: str, tmp_path: Path) -> None:
     put(write_ranks(tmp_path / "src", FULL, SOURCE), f"{root}/src")
-    plan = reshard.plan(reshard.open(f"{root}/src", strategy=SOURCE), files=ZarrGroup())
+    plan = reshard.plan(reshard.open(f"{root}/src", strategy=SOURCE), to="zarr")
     with refused(TargetError, "source-changed", "checkpoint_1.safetensors"):
-        plan.run(f"{root}/z", scheduler="synchronous", progress=changing(plan._record.source.files[1].path))
+        plan.run(f"{root}/z", client="synchronous", progress=changing(plan._record.source.files[1].path))
     assert get(f"{root}/z") == {}
 
 
@@ -178,7 +179,7 @@ def test_large_chunks_are_sent_in_parts(
     strategy = Strategy.of({"w": Layout.of([2], [-1, 0])})
     local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
     monkeypatch.setattr(upload_parts, "LEAST_PART_BYTES", 5 << 20)
-    plan = reshard.plan(local, files=ZarrGroup(shard_size=0))
+    plan = plan_with(local, files=ZarrGroup(shard_size=0))
     plan.run(f"{bucket}/z")
     assert asked.operations.count("CompleteMultipartUpload") == 2
     assert asked.operations.count("UploadPart") == 4
@@ -190,15 +191,13 @@ def test_memory_is_predicted(tmp_path: Path) -> None:
     full = {"w": np.zeros((2048, 8192), np.float32)}
     strategy = Strategy.of({"w": Layout.of([4], [-1, 0])})
     local = reshard.open(write_ranks(tmp_path / "src", full, strategy), strategy=strategy)
-    base = reshard.plan(local, files=ZarrGroup(shard_size=0)).stats.peak_memory
-    beside = partitioned(reshard.plan(local, files=ZarrGroup(shard_size=0))._record, None, "memory://x")
+    base = plan_with(local, files=ZarrGroup(shard_size=0)).stats.peak_memory
+    beside = partitioned(plan_with(local, files=ZarrGroup(shard_size=0))._record, None, "memory://x")
     assert len(beside.tasks) == 1  # the four chunks have all rows
     assert beside.stats.peak_memory - base >= 4 * LEAST_PART_BYTES
-    rows = partitioned(
-        reshard.plan(local, files=ZarrGroup(chunk_size=8 << 20, shard_size=0))._record, None, "memory://x"
-    )
+    rows = partitioned(plan_with(local, files=ZarrGroup(chunk_size=8 << 20, shard_size=0))._record, None, "memory://x")
     assert beside.stats.peak_memory - rows.stats.peak_memory >= 2 * LEAST_PART_BYTES
-    shards = partitioned(reshard.plan(local, files=ZarrGroup(shard_size=64 << 20))._record, None, "memory://x")
+    shards = partitioned(plan_with(local, files=ZarrGroup(shard_size=64 << 20))._record, None, "memory://x")
     assert shards.stats.peak_memory - base >= 64 << 20
     shutil.rmtree(tmp_path / "src")
 
@@ -223,18 +222,18 @@ def test_the_commands(source: reshard.Checkpoint, root: str, tmp_path: Path) -> 
     reshard.write_strategy(TARGET, tmp_path / "target.ckpt")
     store = f"{root}/model.zarr"
     options = ["--source-strategy", tmp_path / "source.ckpt"]
-    done = invoke("unify", source.root, store, *options, "--format", "zarr", "--chunk-size", "1kB", "--json")
+    done = invoke("convert", source.root, store, *options, "--to", "zarr", "--chunk-size", "1kB", "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["partition"] == "file"
     assert invoke(*shlex.split(told["verify"])[1:]).exit_code == 0
     assert "zarr" in invoke("inspect", store).output
-    assert invoke("transform", store, tmp_path / "a", "--target-strategy", tmp_path / "target.ckpt").exit_code == 0
+    assert invoke("convert", store, tmp_path / "a", "--target-strategy", tmp_path / "target.ckpt").exit_code == 0
     via = ["--via-zarr", f"{root}/via.zarr", "--target-strategy", tmp_path / "target.ckpt"]
-    done = invoke("transform", source.root, tmp_path / "b", *options, *via)
+    done = invoke("convert", source.root, tmp_path / "b", *options, *via)
     assert done.exit_code == 0, done.output
     shutil.move(source.root, tmp_path / "gone")
-    done = invoke("transform", source.root, tmp_path / "c", *options, *via)
+    done = invoke("convert", source.root, tmp_path / "c", *options, *via)
     assert done.exit_code == 0, done.output
     assert f"warning: {source.root} does not exist" in done.stderr
     shutil.move(tmp_path / "gone", source.root)
@@ -249,10 +248,10 @@ def test_bands_of_few_rows_are_the_same(
 ) -> None:
     """Chunks side by side in a shard get their rows in turn; on a cluster's threads or here."""
     group = ZarrGroup(chunk_size=100, shard_size=1 << 20)
-    reshard.plan(source, files=group).run(tmp_path / "local")
+    plan_with(source, files=group).run(tmp_path / "local")
     for band in (16, 100, 1000, 1 << 20):
         monkeypatch.setattr(budget, "BAND_BYTES", band)
-        reshard.plan(source, files=group).run(f"memory://bands/{band}", threads=2)
+        plan_with(source, files=group).run(f"memory://bands/{band}", threads=2)
         assert get(f"memory://bands/{band}") == tree(tmp_path / "local")
 
 
@@ -260,4 +259,4 @@ def test_a_manifest_is_of_checkpoint_files(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.safetensors", {"w": np.zeros(3, np.float32)})
     reshard.open(path).to_zarr("memory://manifest/z")
     with refused(UsageError, "no-manifest", "memory://manifest/z"):
-        reshard.make_manifest("memory://manifest/z")
+        reshard.Manifest.make("memory://manifest/z")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import tree
+from checkpoints import plan_with, tree
 from refusals import refused
 from samples import slow
 from zarr_stores import FULL, GROUPS, assert_same, source
 
 import reshard
-from reshard import Selection, ZarrGroup
+from reshard import Selection
 from reshard.core.plan import budget
 from reshard.core.plan.plan import file_digests
 from reshard.core.run.settings import TaskOptions
@@ -23,6 +23,7 @@ from reshard.core.run.state.session import Session
 from reshard.core.run.tasks import close_files, commit_files, create_files, move_task, withdraw_index
 from reshard.core.storage.base import stem_of_unfinished, unfinished_path
 from reshard.errors import BudgetError, SourceError, TargetError
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,7 @@ def test_a_failure_leaves_nothing(
             raise OSError(28, "No space left on device")
         return real(fd, content, offset)
 
-    plan = reshard.plan(source, files=ZarrGroup(chunk_size=400, compression=compression))
+    plan = reshard.plan(source, to="zarr", chunk_size=400, compression=compression)
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", pwrite)
         with refused(BudgetError, "no-space"):
@@ -118,10 +119,10 @@ def test_a_run_goes_on_where_one_was_killed(
 ) -> None:
     """Ranges of plain files, and whole files of any kind; at the end nothing but the store is there."""
     monkeypatch.setattr(budget, "TASK_BYTES", 512)
-    plan = reshard.plan(source, files=group)
-    count = killed_at(0, name, lambda: plan.run(tmp_path / "whole", scheduler="synchronous"))
+    plan = plan_with(source, files=group)
+    count = killed_at(0, name, lambda: plan.run(tmp_path / "whole", client="synchronous"))
     store = tmp_path / "z"
-    killed_at(round(share * count), name, lambda: plan.run(store, scheduler="synchronous"))
+    killed_at(round(share * count), name, lambda: plan.run(store, client="synchronous"))
     assert (store / ".reshard").is_dir()
     with refused(SourceError, "unfinished", store):
         reshard.open(store)
@@ -147,7 +148,7 @@ def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoin
 
 
 def test_without_a_ledger_nothing_of_an_unfinished_file_stays(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    plan = reshard.plan(source, files=GROUPS["chunks"])  # of which some go beyond their tensor
+    plan = plan_with(source, files=GROUPS["chunks"])  # of which some go beyond their tensor
     plan.run(tmp_path / "whole")
     for file in plan._record.files:
         path = tmp_path / "z" / unfinished_path(file.path, "0123abcd")
@@ -159,7 +160,7 @@ def test_without_a_ledger_nothing_of_an_unfinished_file_stays(source: reshard.Ch
 
 def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, tmp_path: Path) -> None:
     """As on a cluster that lost the worker with the receipts of that, while others were writing."""
-    plan = reshard.plan(source, files=GROUPS["zstd shards"])
+    plan = plan_with(source, files=GROUPS["zstd shards"])
     plan.run(tmp_path / "whole")
     record = replace(plan._record, digests=tuple(file_digests(plan._record)))
     root, how = str(tmp_path / "z"), TaskOptions(fsync=False)

@@ -151,21 +151,21 @@ def between(rng: Random, link: Link, path: Path, formats: list[str], counts: Cou
     if way == "none":
         return link
     if way == "set":
-        style = [f"--style={rng.choice(['mindspore', 'huggingface'])}"]
+        style = [f"--to={rng.choice(['mindspore', 'huggingface'])}"]
         size = rng.choice([[], ["--max-shard-size=500B"]])
-        step("unify", link.path, path, *link.words, *style, *size)
+        step("convert", "--to=mindspore", link.path, path, *link.words, *style, *size)
         return Link(path, [], "set", "safetensors")
     if way == "store":
         chunks = rng.choice([[], ["--chunk-size=100B"], ["--chunk-size=100B", "--shard-size=700B"], ["--shard-size=0"]])
         compression = rng.choice([[], ["--compression=zstd:1"]])
-        step("unify", link.path, path, *link.words, "--format=zarr", *chunks, *compression)
+        step("convert", link.path, path, *link.words, "--to=zarr", *chunks, *compression)
         return Link(path, [], "store", "zarr")
     format = rng.choice(formats)
     if way == "whole":
-        step("transform", link.path, path, *link.words, f"--format={format}")
+        step("convert", link.path, path, *link.words, f"--to={format}")
         return Link(path, [], "ranks", format)
     (format,) = set(formats) - {link.format}
-    step("convert", link.path, path, f"--format={format}", "--same-ranks")
+    step("convert", link.path, path, f"--to={format}", "--same-ranks")
     return Link(path, link.words, "ranks", format)
 
 
@@ -177,12 +177,12 @@ def to_ranks(rng: Random, link: Link, path: Path, strategy: Path, format: str, *
         if more == ["by file"]:
             by_file(patch)
             more = []
-        step("transform", link.path, path, *link.words, f"--target-strategy={strategy}", f"--format={format}", *more)
+        step("convert", link.path, path, *link.words, f"--target-strategy={strategy}", f"--to={format}", *more)
     return Link(path, [f"--source-strategy={strategy}"], "ranks", format)
 
 
 def step(*words: str | Path) -> None:
-    result = reshard(*words, "--no-fsync")
+    result = reshard(*words, "--tune=fsync=no")
     if is_unclear(result):
         raise UnclearError
     if result.exit_code:

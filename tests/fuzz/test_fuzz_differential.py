@@ -59,7 +59,7 @@ class Case:
     target: Side | None
     selection: Wishes
     format: str
-    command: str = "transform"
+    command: str = "convert"
     into: str = "ranks"
     to: str | None = None
     ranks: list[int] | None = None
@@ -189,7 +189,7 @@ def make_any(rng: Random) -> Case:
     format = rng.choice(["ckpt", "safetensors"])
     case = Case([], source, target, Wishes(), format)
     if target is None and rng.random() < 0.75:
-        case.command, case.into = "unify", rng.choice(["set", "store"])
+        case.command, case.into = "convert", "--to=mindspore", rng.choice(["set", "store"])
     names = reference.some_names(rng, 4)
     named = {weight for weight, state in names if state is None}
     if rng.random() < 0.3:
@@ -388,7 +388,7 @@ def options(rng: Random, case: Case) -> None:
             words += rng.choice([[], ["--shard-size=0"], ["--shard-size=700B"]])
             words += rng.choice([[], ["--compression=zstd"], ["--compression=zstd:3"]])
         else:
-            words.append(f"--style={rng.choice(['mindspore', 'huggingface'])}")
+            words.append(f"--to={rng.choice(['mindspore', 'huggingface'])}")
             words += rng.choice([[], [f"--max-shard-size={rng.choice([100, 3000])}B"]])
     else:
         words += rng.choice([[], [], ["--prefix=net/é_"[:9].replace("/", "-")]])
@@ -399,7 +399,7 @@ def options(rng: Random, case: Case) -> None:
         if case.target is not None:
             words += rng.choice([[], [], [], [], ["--remove-redundancy"], ["--link-replicas"]])
     words += rng.choice([[], [f"--threads={rng.randint(1, 4)}"], ["--scheduler=synchronous"]])
-    words += rng.choice([["--no-fsync"], ["--no-fsync"], []])
+    words += rng.choice([["--tune=fsync=no"], ["--tune=fsync=no"], []])
     words += rng.choice([[], [], [], [f"--memory={rng.choice(['200MB', '1GiB'])}"]])
 
 
@@ -414,14 +414,14 @@ def one_case(rng: Random, root: Path, counts: Counter[str]) -> None:
     shapes = {case.new_name(tensor): tensor.shape for tensor in case.tensors}
     words = [*read_words, *case.words, *case.selection.words()]
     words += [f"--name-map={root / 'names.json'}"] if case.selection.names else []
-    words += [f"--format={case.to}"] if case.to else []
+    words += [f"--to={case.to}"] if case.to else []
     if case.target is not None:
         words.append(f"--target-strategy={case.target.write(root / 'target_strategy', shapes)}")
     out = root / "out"
     ways = {"direct": direct, "again": run_again, "stopped": stopped, "process": as_a_process}
     if "--partial" not in words:
         ways["over another"] = over_another
-    if not any(word.startswith(("--prefix", "--chunk", "--shard", "--compression", "--style")) for word in words):
+    if not any(word.startswith(("--prefix", "--chunk", "--shard", "--compression", "--to")) for word in words):
         ways["planned"] = planned
     # Weights that are left out of a store are missed by what is said of their states there.
     is_whole = not case.selection.names and not case.selection.drop
@@ -540,8 +540,8 @@ def planned(case: Case, root: Path, words: list[str], rng: Random) -> Told:
     if case.into == "store":
         return transformed(words)
     plan = str(root / "plan.json")
-    running = ("--threads", "--scheduler", "--no-fsync")
-    style = ["--style=mindspore"] if case.command == "unify" else []
+    running = ("--threads", "--cluster", "--tune=fsync=no")
+    style = ["--to=mindspore"] if case.command == "unify" else []
     planning = [word for word in words[3:] if not word.startswith(running)]
     result = reshard("plan", words[1], *planning, *style, "-o", plan)
     if is_unclear(result):

@@ -154,13 +154,13 @@ class Base:
             path = side.write(self.root / f"{name}_strategy", SHAPES)
             self.strategies.append(f"--{name}-strategy={path}")
         src, out = self.root / "src", self.root / "out"
-        done("transform", src, out, *self.strategies, f"--format={self.to}")
+        done("convert", src, out, *self.strategies, f"--to={self.to}")
         done("verify", out, "--write-manifest", self.root / "manifest.json")
-        done("plan", src, *self.strategies, f"--format={self.to}", "-o", self.root / "plan.json")
-        done("unify", src, self.root / "set", self.strategies[0], "--max-shard-size=50B")
-        done("unify", src, self.root / "hub", self.strategies[0], "--style=huggingface")
-        done("unify", src, self.root / "plain.zarr", self.strategies[0], "--format=zarr", "--chunk-size=16B")
-        done("unify", src, self.root / "zstd.zarr", self.strategies[0], "--format=zarr", "--compression=zstd")
+        done("plan", src, *self.strategies, f"--to={self.to}", "-o", self.root / "plan.json")
+        done("convert", "--to=mindspore", src, self.root / "set", self.strategies[0], "--max-shard-size=50B")
+        done("convert", src, self.root / "hub", self.strategies[0], "--to=hf")
+        done("convert", src, self.root / "plain.zarr", self.strategies[0], "--to=zarr", "--chunk-size=16B")
+        done("convert", src, self.root / "zstd.zarr", self.strategies[0], "--to=zarr", "--compression=zstd")
         for way in WAYS:
             require(verified(self, way).exit_code == 0, f"{way} of what is valid")
 
@@ -250,7 +250,7 @@ def command(flip: Flip, source: str, *words: str | Path, target: bool = True) ->
     """Transform or run, into a new directory."""
     base = flip.base
     strategies = base.strategies[not source.startswith("src") :] if target else []
-    return reshard(*words, base.root / source, base.root / "new", *strategies, f"--format={base.to}")
+    return reshard(*words, base.root / source, base.root / "new", *strategies, f"--to={base.to}")
 
 
 def outcome(result: Result, counts: Counter[str], kind: str) -> bool:
@@ -262,14 +262,14 @@ def outcome(result: Result, counts: Counter[str], kind: str) -> bool:
 
 
 def of_source(flip: Flip, counts: Counter[str]) -> list[str]:
-    result = command(flip, "src", "transform")
+    result = command(flip, "src", "convert")
     if not outcome(result, counts, "source"):
         return []
     base = flip.base
     try:
         held = sources(base)
     except Exception as error:
-        return [f"transform reads what another reader cannot ({error})"]
+        return [f"convert reads what another reader cannot ({error})"]
     return wrong(flip, held, base.source, base.target)
 
 
@@ -369,14 +369,14 @@ def join(name: str, copies: dict[int, Held], source: Side) -> Held | str:
 
 def of_strategy(flip: Flip, counts: Counter[str]) -> list[str]:
     base = flip.base
-    result = command(flip, "src", "transform")
+    result = command(flip, "src", "convert")
     kind = "source strategy" if "source" in flip.path.name else "target strategy"
     if not outcome(result, counts, kind):
         return []
     try:
         side = parse_strategy(flip.after)
     except Exception as error:
-        return [f"transform reads a strategy that another reader cannot ({error!r})"]
+        return [f"convert reads a strategy that another reader cannot ({error!r})"]
     source, target = (side, base.target) if kind == "source strategy" else (base.source, side)
     held = sources(base)
     if len(source.ranks) != len(held):
@@ -452,7 +452,7 @@ def of_whole(flip: Flip, counts: Counter[str]) -> list[str]:
     name = flip.path.relative_to(base.root).parts[0]
     kind = "store" if name.endswith(".zarr") else "set"
     verify = reshard("verify", base.root / name, "--against", base.root / "src", base.strategies[0])
-    result = command(flip, name, "transform")
+    result = command(flip, name, "convert")
     went = outcome(result, counts, kind)
     original = {rank: original_file(base, rank) for rank in base.target.ranks}
     if went:
@@ -466,7 +466,7 @@ def of_whole(flip: Flip, counts: Counter[str]) -> list[str]:
             try:
                 read = reference.read_store(base.root / name) if kind == "store" else read_set(base.root / name)
             except Exception as error:
-                return [f"transform reads what another reader cannot ({error!r}), and writes other bytes"]
+                return [f"convert reads what another reader cannot ({error!r}), and writes other bytes"]
             told = wrong(flip, {0: read}, Side(1, 1), base.target)
             if told:
                 return told
@@ -475,7 +475,7 @@ def of_whole(flip: Flip, counts: Counter[str]) -> list[str]:
     noticed = verify.exit_code in {3, 4}
     counts[f"{kind} verified: {'noticed' if noticed else 'unseen'}"] += 1
     if not went and not noticed:
-        return [f"transform refuses it ({error_of(result)}), and verify --against says {verify.output!r}"]
+        return [f"convert refuses it ({error_of(result)}), and verify --against says {verify.output!r}"]
     return []
 
 
@@ -607,7 +607,7 @@ def unnoticed(base: Base, kind: str, path: Path, harm: str) -> list[str]:
     name = path.relative_to(base.root).parts[0]
     against = ["--against", base.root / "src", base.strategies[0]]
     commands: dict[str, list[str | Path]] = {
-        "transform": ["transform", base.root / name, base.root / "new", *base.strategies[name != "src" :]]
+        "transform": ["convert", base.root / name, base.root / "new", *base.strategies[name != "src" :]]
     }
     if kind == "target":
         commands = {"inspect": ["inspect", base.root / name, base.strategies[1].replace("--target", "--source")]}

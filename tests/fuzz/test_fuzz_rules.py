@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import yaml
 import zarr
-from checkpoints import blocks, dtype_name, write_file, write_ranks
+from checkpoints import blocks, dtype_name, plan_with, write_file, write_ranks
 from dcp_files import write_hyper
 from fuzzing import SECONDS, Fuzzer, require
 from written_dcp import read as read_dcp
 
 import reshard
-from reshard import Checkpoint2, HuggingFaceSet, Layout, Rules, Selection, Strategy, ZarrGroup
+from reshard import Layout, Rules, Selection, Strategy
 from reshard.core.layout import strided
 from reshard.core.model import reshape
 from reshard.core.plan import budget
+from reshard.formats.checkpoint2.options import Checkpoint2
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -352,18 +354,18 @@ def convert(
     strategy = some_strategy(rng, expected) if kind in {"ranks", "checkpoint2"} or rng.random() < 0.3 else None
     memory = {"memory": 300_000_000} if rng.random() < 0.3 else {}
     if kind == "set":
-        plan = reshard.plan(opened, files=HuggingFaceSet(), format="safetensors", selection=selection, **memory)
+        plan = reshard.plan(opened, to="hf", selection=selection, **memory)
     elif kind == "checkpoint2":
         files = Checkpoint2(step=1)
-        plan = reshard.plan(opened, strategy, files=files, format="safetensors", selection=selection, **memory)
+        plan = plan_with(opened, strategy, files=files, format="safetensors", selection=selection, **memory)
     elif kind in {"dcp", "zarr"}:
         strategy = strategy if kind == "dcp" else None
         zarr_files = {"files": ZarrGroup(compression="zstd")} if kind == "zarr" and rng.random() < 0.4 else {}
-        plan = reshard.plan(opened, strategy, format=kind, selection=selection, **memory, **zarr_files)
+        plan = reshard.plan(opened, strategy, to=kind, selection=selection, **memory, **zarr_files)
     else:
         strategy = strategy if kind == "ranks" else None
         format = rng.choice(["safetensors", "ckpt"])
-        plan = reshard.plan(opened, strategy, format=format, selection=selection, **memory)
+        plan = reshard.plan(opened, strategy, to=format, selection=selection, **memory)
     if rng.random() < 0.3:
         plan.save(root.with_suffix(".json"))
         plan = reshard.read_plan(root.with_suffix(".json"))

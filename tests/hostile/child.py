@@ -122,7 +122,7 @@ def warm_up(sound: dict[str, Path]) -> None:
     out = Path("warm").absolute()
     names = {name: str(path) for name, path in sound.items()} | {"out": str(out)}
     for command in (
-        "inspect {file}", "transform {ranks} {out} --source-strategy {strategy}", "strategy show {strategy}",
+        "inspect {file}", "convert {ranks} {out} --source-strategy {strategy}", "strategy show {strategy}",
         "strategy diff {strategy} {strategy}", "strategy make {rules} --like {file} -o {out}/made",
         ".load_checkpoint {file}", "verify {file} --against {file}", "plan {file}",
         "verify {file} --write-manifest {out}/m.json", "verify {file} --manifest {out}/m.json",

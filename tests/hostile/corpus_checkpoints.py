@@ -12,19 +12,19 @@ ODD = (
     "inspect {bad}",
     "inspect {bad} --json",
     "inspect {set} --layout *=whole",
-    "transform {bad} {out}",
-    "transform {bad} {out} --dry-run",
-    "unify {bad} {out}",
-    "unify {bad} {out} --style huggingface",
-    "convert {bad} {out}/a.ckpt --format ckpt",
-    "convert {bad} {out}/a.safetensors --format safetensors",
+    "convert {bad} {out}",
+    "convert {bad} {out} --dry-run",
+    "convert --to=mindspore {bad} {out}",
+    "convert {bad} {out} --to hf",
+    "convert {bad} {out}/a.ckpt --to ckpt",
+    "convert {bad} {out}/a.safetensors --to safetensors",
     ".open {bad}",
     ".convert_file {bad} {out}",
 )
 KEYED = (".open_with_key {bad}", ".load_with_key {bad}")
-WHOLE = ("inspect {bad}", "transform {bad} {out}", "unify {bad} {out}", ".open {bad}")
+WHOLE = ("inspect {bad}", "convert {bad} {out}", "convert --to=mindspore {bad} {out}", ".open {bad}")
 ONE_FILE = tuple(command for command in FILE if "{set}" not in command)
-HEAVY = ("inspect {bad}", "transform {bad} {out}", ".open_rank {bad}")  # where every command takes a while
+HEAVY = ("inspect {bad}", "convert {bad} {out}", ".open_rank {bad}")  # where every command takes a while
 
 # fmt: off
 

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "inspect {bad}",
-    "unify {bad} {out}",
-    "transform {bad} {out} --dry-run",
+    "convert --to=mindspore {bad} {out}",
+    "convert {bad} {out} --dry-run",
     "verify {bad}",
     ".open {bad}",
 )
 
-SHOWN = ("inspect {bad}", "inspect {bad} --json", "unify {bad} {out}", ".open {bad}")
-CARRIED = ("unify {bad} {out} --format dcp",)
+SHOWN = ("inspect {bad}", "inspect {bad} --json", "convert --to=mindspore {bad} {out}", ".open {bad}")
+CARRIED = ("convert {bad} {out} --to dcp",)
 
 HEAD = b"\x80\x04"
 
@@ -229,8 +229,8 @@ DCP = [
     torch("a storage of 2**62 elements", torchs(an_item(rebuilt(elements=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "no-tensors"),
     torch("strides of 2**62", torchs(an_item(rebuilt(strides=b"\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"\x85"))), "no-tensors"),
     torch("a first element of 2**62", torchs(an_item(rebuilt(first=b"\x8a\x08" + (1 << 62).to_bytes(8, "little")))), "no-tensors"),
-    Item("a shape of 2**58 that lies in one element", EXPANDED, "", ("inspect {bad}", "transform {bad} {out} --dry-run", "verify {bad}", ".open {bad}"), 0, "bad", headroom=100_000_000, seconds=2),
-    Item("a shape of 2**58 that is written", EXPANDED, "no-space @ 288230.4", ("unify {bad} {out}",), 5, "bad", headroom=100_000_000, seconds=2),
+    Item("a shape of 2**58 that lies in one element", EXPANDED, "", ("inspect {bad}", "convert {bad} {out} --dry-run", "verify {bad}", ".open {bad}"), 0, "bad", headroom=100_000_000, seconds=2),
+    Item("a shape of 2**58 that is written", EXPANDED, "no-space @ 288230.4", ("convert --to=mindspore {bad} {out}",), 5, "bad", headroom=100_000_000, seconds=2),
     torch("a parameter in a parameter, a hundred deep", torchs(an_item(b"ctorch._utils\n_rebuild_parameter\n" * 100 + b"}" + b"\x85R" * 100 + b".")), "no-tensors @ '_rebuild_parameter'"),
     *(
         Item(f"an object: {name}", make, "", (*SHOWN, "verify {bad}"), 0, "bad", headroom=100_000_000, seconds=2)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 DIRECTORY = (
     "inspect {bad}",
     "inspect {bad} --json",
-    "transform {bad} {out}",
-    "unify {bad} {out}",
+    "convert {bad} {out}",
+    "convert --to=mindspore {bad} {out}",
     ".open {bad}",
 )
 SHARDED = (
     "inspect {bad} --source-strategy {strategy}",
-    "transform {bad} {out} --source-strategy {strategy}",
-    "unify {bad} {out} --source-strategy {strategy}",
+    "convert {bad} {out} --source-strategy {strategy}",
+    "convert --to=mindspore {bad} {out} --source-strategy {strategy}",
 )
 
 # fmt: off
@@ -82,7 +82,7 @@ RANKS = [
     ranks("a rank directory elsewhere", tree({"rank_0/a.ckpt": W, "b/a.ckpt": proto(content=b"efgh"), "rank_1": link("b")}), "", code=0),
     ranks("a rank twice", tree({"rank_0/a.ckpt": W, "rank_1/a.ckpt": W, "rank_01/a.ckpt": W}), "duplicate-rank @ and '1'"),
     ranks("a rank of 200 digits", tree({"rank_0/a.ckpt": W, f"rank_1{'0' * 199}/a.ckpt": W}), "strategy-mismatch @ ranks 0"),
-    Item("a rank of one billion, whole", tree({"rank_0/a.ckpt": W, "rank_1000000000/a.ckpt": W}), "too-large @ [1000000001]", ("inspect {bad} --layout *=whole", "transform {bad} {out} --layout *=split:0"), file="bad"),
+    Item("a rank of one billion, whole", tree({"rank_0/a.ckpt": W, "rank_1000000000/a.ckpt": W}), "too-large @ [1000000001]", ("inspect {bad} --layout *=whole", "convert {bad} {out} --layout *=split:0"), file="bad"),
     ranks("a file name with a line break", tree({"rank_0/a\nerror: no.ckpt": b"\x0a\x05", "rank_1/a\nerror: no.ckpt": b"\x0a\x05"}), "bad-name @ 'a\\nerror: no.ckpt'"),
     ranks("a rank's file of another shape", tree({"rank_0/a.ckpt": W, "rank_1/a.ckpt": proto(dims=[2], content=b"ab")}), "wrong-shape @ tensor 'w'"),
     ranks("a rank's file of another dtype", tree({"rank_0/a.ckpt": W, "rank_1/a.ckpt": proto(kind=b"UInt8")}), "mixed-dtypes @ tensor 'w'"),

@@ -7,7 +7,7 @@ from functools import partial
 from item import Item, not_to_be_read
 from makers import sparse
 
-NAMES = ("transform {file} {out} --name-map {bad}", "unify {file} {out} --name-map {bad}")
+NAMES = ("convert {file} {out} --name-map {bad}", "convert --to=mindspore {file} {out} --name-map {bad}")
 
 # fmt: off
 

@@ -30,9 +30,9 @@ STRATEGY = (
     "strategy merge {dir} -o {out}",
     "strategy make {rules} --like {ranks} --source-strategy {bad} -o {out}",
     "inspect {ranks} --source-strategy {bad}",
-    "transform {ranks} {out} --source-strategy {bad}",
-    "transform {ranks} {out} --source-strategy {strategy} --target-strategy {bad}",
-    "unify {ranks} {out} --source-strategy {bad}",
+    "convert {ranks} {out} --source-strategy {bad}",
+    "convert {ranks} {out} --source-strategy {strategy} --target-strategy {bad}",
+    "convert --to=mindspore {ranks} {out} --source-strategy {bad}",
     "verify {ranks} --target-strategy {bad}",
     ".read_strategy {bad}",
     ".rank_list_for_transform {bad} {strategy}",
@@ -90,7 +90,7 @@ PROTOBUF = [
 
 # What is valid in itself, and of no use for the valid checkpoint, whose tensor w has 8 elements on 2 ranks.
 _USES = tuple(command for command in STRATEGY if "{ranks}" in command and "--target" not in command)
-_TARGETS = ("transform {file} {out} --target-strategy {bad}", "transform {file} {out} --target-strategy {bad} --dry-run")
+_TARGETS = ("convert {file} {out} --target-strategy {bad}", "convert {file} {out} --target-strategy {bad} --dry-run")
 
 unfit = partial(Item, commands=_USES)
 

@@ -9,8 +9,8 @@ from makers import fifo, link, repeated, sparse, tree, unreadable
 
 # fmt: off
 
-_TO_RANKS = "transform {ranks} {out} --source-strategy {strategy} --target-strategy {strategy}"
-_TO_FILE = "convert {file} {out}/a.ckpt --format ckpt"
+_TO_RANKS = "convert {ranks} {out} --source-strategy {strategy} --target-strategy {strategy}"
+_TO_FILE = "convert {file} {out}/a.ckpt --to ckpt"
 _LOG = ".reshard/00000001-0123abcd.jsonl"
 _FILE = b'"file":"rank_0/checkpoint_0.ckpt"'
 _BEGUN = b'{"reshard":1}\n{' + _FILE + b',"digest":"a","size":21}\n'
@@ -61,8 +61,8 @@ TARGETS = [
     a_target("an unfinished file of another run", tree({_LOG: _BEGUN, "rank_0/checkpoint_0.ckpt.0123abcd.partial": b"x"}), "other-run @ checkpoint_0.ckpt", commands=(_TO_RANKS,)),
     a_target("a finished file, says its log", tree({_LOG: _BEGUN + b'{' + _FILE + b',"ready":[2,0]}\n', "rank_0/checkpoint_0.ckpt": b"xy"}), "already-exists @ checkpoint_0.ckpt", commands=(_TO_RANKS, f"{_TO_RANKS} --restart")),
     a_target("other logs", tree({".reshard/\x1b[2J\nerror: no.jsonl": b"x", ".reshard/a": link("/dev/zero")}), "", code=0),
-    Item("a part of a set that leads out", tree({"part0.safetensors": link("../outside/keep")}), "outside-directory @ part0.safetensors", ("unify {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),
-    Item("an index that leads out", tree({"param_name_map.json": link("../outside/keep")}), "outside-directory", ("unify {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),
+    Item("a part of a set that leads out", tree({"part0.safetensors": link("../outside/keep")}), "outside-directory @ part0.safetensors", ("convert --to=mindspore {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),
+    Item("an index that leads out", tree({"param_name_map.json": link("../outside/keep")}), "outside-directory", ("convert --to=mindspore {ranks} {out} --source-strategy {strategy} --overwrite",), 6, "out"),
     Item("a converted file that leads out", tree({"a.ckpt": link("../outside/keep")}), "outside-directory", (_TO_FILE, f"{_TO_FILE} --overwrite"), 6, "out"),
     Item("a strategy's unfinished file that leads out", tree({"s.ckpt.partial": link("../outside/keep")}), "", ("strategy merge {strategies} -o {out}/s.ckpt", "strategy make {rules} --like {file} -o {out}/s.ckpt"), 0, "out"),
     Item("a strategy file that leads out", tree({"s.ckpt": link("../outside/keep")}), "", ("strategy merge {strategies} -o {out}/s.ckpt --overwrite",), 0, "out"),

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import helpers
 import numpy as np
 import pytest
+from checkpoints import plan_with
 
 import reshard
-from reshard import Checkpoint2, Layout, Strategy
+from reshard import Layout, Strategy
+from reshard.formats.checkpoint2.options import Checkpoint2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,10 +77,10 @@ def test_it_loads_what_is_written_on_every_mesh(mindspore_data: Path, tmp_path: 
     full = {key: value for key, value in np.load(case / "full.npz").items() if key in source}
     for kind, (target, once) in targets(full).items():
         files = Checkpoint2(max_shard_size=3000)
-        reshard.plan(source, target, files=files, remove_redundancy=once).run(tmp_path / kind, fsync=False)
+        plan_with(source, target, files=files, remove_redundancy=once).run(tmp_path / kind, fsync=False)
     if (Path(source.root) / "metadata.json").is_file():
-        pattern = reshard.read_layouts(source.root)
-        reshard.plan(reshard.open(tmp_path / "rows"), pattern, files=Checkpoint2()).run(tmp_path / "own", fsync=False)
+        pattern = source.root
+        reshard.plan(reshard.open(tmp_path / "rows"), pattern, to="checkpoint2").run(tmp_path / "own", fsync=False)
     written = sorted(tmp_path.iterdir())
     found = load(case, case / "checkpoint", *written)
     assert [one["wrong"] for one in found] == [[]] * len(found)
@@ -94,7 +96,7 @@ def test_it_loads_experts_that_the_other_mode_stacked(mindspore_data: Path, tmp_
     cases = mindspore_data / "checkpoint2"
     case = cases / "graph_ep2_tp2_moe"
     source = reshard.open(cases / "pynative_fsdp4_ep2_once" / "checkpoint")
-    plan = reshard.plan(source, reshard.read_layouts(case / "checkpoint"), files=Checkpoint2())
+    plan = reshard.plan(source, case / "checkpoint", to="checkpoint2")
     assert {name.split(".")[0] for name in plan.dropped} == {"main_param"}
     plan.run(tmp_path / "run", fsync=False)
     assert reshard.verify(tmp_path / "run").equal

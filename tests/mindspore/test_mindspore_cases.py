@@ -49,14 +49,14 @@ def test_every_recorded_case_converts_to_slices_and_back(
     meta, full = helpers.load_meta(case), helpers.load_full(case)
     before, after = strategy_of(case, meta["src"]), strategy_of(case, meta["dst"])
     source = reshard.open(case / f"src_{source_format}", strategy=before)
-    forth = reshard.plan(source, after, format=target_format, prefix="out", drop=["*"], allow_missing=["*"])
+    forth = reshard.plan(source, after, to=target_format, prefix="out", drop=["*"], allow_missing=["*"])
     report = forth.run(tmp_path / "there", fsync=False)
     assert report.bytes_read == forth.stats.bytes_read
     check_side(tmp_path / "there", full, meta["dst"], "out", set(forth.missing))
 
     there = reshard.open(tmp_path / "there", strategy=after)
     assert set(there) == set(source) - set(forth.dropped)
-    back = reshard.plan(there, before, format=source_format, prefix="src", drop=["*"], allow_missing=["*"])
+    back = reshard.plan(there, before, to=source_format, prefix="src", drop=["*"], allow_missing=["*"])
     back.run(tmp_path / "back", fsync=False)
     lost = set(forth.dropped) | set(forth.missing) | set(back.missing) | set(back.dropped)
     for path in sorted((tmp_path / "back").rglob("src*")):
@@ -145,6 +145,6 @@ def test_executed_runs_agree_in_all_three_forms(mindspore_data: Path, tmp_path: 
     found = {}
     for form in ("ckpt", "safetensors", "dedup"):
         source = reshard.open(folder / form, strategy=folder / "strategy_0.ckpt")
-        reshard.plan(source, format="safetensors").run(tmp_path / form, fsync=False)
+        reshard.plan(source, to="safetensors").run(tmp_path / form, fsync=False)
         found[form] = helpers.read_rank_file(tmp_path / form / "rank_0" / "checkpoint_0.safetensors")
     assert found["ckpt"] == found["safetensors"] == found["dedup"]

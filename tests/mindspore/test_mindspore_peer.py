@@ -66,7 +66,7 @@ def convert(case: Path, target: Path, format: str) -> reshard.Plan:
         for side in ("src", "dst")
     )
     plan = reshard.plan(
-        reshard.open(case / "src_ckpt", strategy=before), after, format=format, drop=["*"], allow_missing=["*"]
+        reshard.open(case / "src_ckpt", strategy=before), after, to=format, drop=["*"], allow_missing=["*"]
     )
     plan.run(target / format)
     return plan
@@ -125,8 +125,8 @@ def test_mindspore_reads_the_strategy_of_a_checkpoint2(mindspore_data: Path, tmp
     for name in names:
         (root,) = mindspore_data.glob(f"checkpoint2*/{name}")
         source, place = reshard.open(root / "checkpoint"), tmp_path / name
-        strategy = reshard.strategy_of(source)
-        reshard.plan(source, strategy, format="safetensors").run(place / "ranks", fsync=False)
+        strategy = source.to_strategy()
+        reshard.plan(source, strategy, to="safetensors").run(place / "ranks", fsync=False)
         reshard.write_strategy(strategy, place / "s.ckpt")
         asked.append((str(place / "ranks"), str(place / "whole"), str(place / "s.ckpt")))
     mindspore(WHOLE, json.dumps(asked))

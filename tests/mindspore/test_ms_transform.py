@@ -507,7 +507,7 @@ def test_by_rank_of_a_deduplicated_ckpt_source_loses_nothing(mindspore_data: Pat
     folder = mindspore_data / "real" / "tut_src8"
     before = reshard.read_strategy(folder / "strategy_0.ckpt")
     source = reshard.open(folder / "ckpt", strategy=before)
-    reshard.plan(source, before, format="ckpt", remove_redundancy=True).run(tmp_path / "once")
+    reshard.plan(source, before, to="ckpt", remove_redundancy=True).run(tmp_path / "once")
     files = {rank: tmp_path / f"once/rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(8)}
     some = {rank: files[rank] for rank in ms.rank_list_for_transform(0, folder / "strategy_0.ckpt")}
     with refused(SourceError, "missing-ranks", "rank_2", "net.layer1.weight", "ranks 1,3-7"):

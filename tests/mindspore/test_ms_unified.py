@@ -19,7 +19,6 @@ import reshard
 import reshard.mindspore as ms
 from reshard.core.layout.layout import Layout
 from reshard.errors import SourceError, StrategyError, UsageError
-from reshard.formats.sets.options import HuggingFaceSet
 from reshard.mindspore.network import NetworkError
 from reshard.strategy.strategy import Strategy
 
@@ -275,7 +274,7 @@ def test_files_of_one_rank_or_whole(unified: Path, tmp_path: Path) -> None:
 
 def test_every_kind_of_unified_directory(source: Path, tmp_path: Path) -> None:
     opened = reshard.open(source, strategy=SOURCE)
-    reshard.plan(opened, format="safetensors", files=HuggingFaceSet(300)).run(tmp_path / "face")
+    reshard.plan(opened, to="hf", max_shard_size=300).run(tmp_path / "face")
     write_file(tmp_path / "single" / "model.safetensors", {**FULL, **STEP})
     for folder in ("face", "single"):
         ms.load_distributed_checkpoint(

@@ -110,7 +110,7 @@ def test_unknown_patterns_of_a_comparison(option: str) -> None:
 @pytest.mark.usefixtures("root")
 def test_what_remains_allowed(options: tuple[str, ...]) -> None:
     """Optional rules, guards such as `--drop '*'`, and options of which a part has an effect."""
-    done("convert", "model", "out", "--to", "hf", *options, "--no-fsync")
+    done("convert", "model", "out", "--to", "hf", *options, "--tune=fsync=no")
     done("verify", "out")
 
 
@@ -160,7 +160,7 @@ def test_dequantized_weights_that_are_left_out(tmp_path: Path) -> None:
     failed(2, "no-effect", *command, "--include", "norm.*", places=("--dequantize",))
     with refused(UsageError, "no-effect", "dequantize"):
         reshard.convert(tmp_path / "q", tmp_path / "out", to="hf", dequantize="bfloat16", include="norm.*")
-    done(*command, "--include", "w.*", "--no-fsync")
+    done(*command, "--include", "w.*", "--tune=fsync=no")
 
 
 SET, FILE = "set", "model/model.safetensors"
@@ -213,8 +213,8 @@ def test_a_suffix_chooses_one_of_two_sets(whole: Path) -> None:
     (whole / SET / "model.safetensors.index.two.json").write_text(
         json.dumps({"weight_map": {"norm.weight": "part-1.safetensors"}})
     )
-    assert {*reshard.open(SET, suffix="one").tensors} == {"a.0.weight", "norm.weight"}
-    assert {*reshard.open(SET, suffix="two").tensors} == {"norm.weight"}
+    assert {*reshard.open(SET, rank_pattern="rank_{rank}/*one.*").tensors} == {"a.0.weight", "norm.weight"}
+    assert {*reshard.open(SET, rank_pattern="rank_{rank}/*two.*").tensors} == {"norm.weight"}
 
 
 def test_whole_tensors_that_are_called_whole_keep_what_is_beside_them(whole: Path) -> None:

@@ -29,7 +29,7 @@ def block(name: str, rank: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float
 @pytest.mark.parametrize("format", ["safetensors", "ckpt"])
 def test_a_rank_may_hold_no_row(tmp_path: Path, partition: str, format: str) -> None:
     whole = reshard.open(write_file(tmp_path / "whole.safetensors", FULL))
-    split = reshard.plan(whole, SPLIT, format=format)
+    split = reshard.plan(whole, SPLIT, to=format)
     report = split.run(tmp_path / "split", partition=partition)
     assert report.bytes_read == report.bytes_written == split.stats.bytes_read == 64
     for rank in range(3):
@@ -38,7 +38,7 @@ def test_a_rank_may_hold_no_row(tmp_path: Path, partition: str, format: str) -> 
             name: block(name, rank).tobytes() for name in ROWS
         }
     back = reshard.open(tmp_path / "split", strategy=SPLIT)
-    reshard.plan(back, format="safetensors").run(tmp_path / "back", partition=partition)
+    reshard.plan(back, to="safetensors").run(tmp_path / "back", partition=partition)
     found = helpers.read_rank_file(tmp_path / "back" / "rank_0" / "checkpoint_0.safetensors")
     assert {name: content for name, (_, _, content) in found.items()} == {n: a.tobytes() for n, a in FULL.items()}
     assert not reshard.verify(tmp_path / "split", SPLIT, against=tmp_path / "whole.safetensors").differences

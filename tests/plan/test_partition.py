@@ -55,9 +55,7 @@ def test_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model, most:
         patch.setattr(budget, "BAND_BYTES", 256)
         before = write_ranks(root / "a", numbers(model.shapes, "float64"), model.source)
         selection = reshard.Selection(cast={"float64": "float32"})
-        plan = reshard.plan(
-            reshard.open(before, strategy=model.source), model.target, format=format, selection=selection
-        )
+        plan = reshard.plan(reshard.open(before, strategy=model.source), model.target, to=format, selection=selection)
         plan.run(root / "b", fsync=False)
         alone = partitioned(plan._record, "file", str(root))
         report = reshard.Plan(alone).run(root / "c", fsync=False)
@@ -135,7 +133,7 @@ def test_sets_and_links(tmp_path: Path) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", FULL, split(8, 0)), strategy=split(8, 0))
     replicas = Strategy.of({name: Layout.of([2, 4], [-1, 0]) for name in FULL})
     for name, plan in {
-        "set": reshard.plan(source, files=reshard.MindSporeSet(5000), format="safetensors"),
+        "set": reshard.plan(source, to="mindspore", max_shard_size=5000),
         "links": reshard.plan(source, replicas, link_replicas=True),
     }.items():
         plan.run(tmp_path / name / "by_tensor")
@@ -147,7 +145,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, faults: Faults) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", FULL, split(8, 0)), strategy=split(8, 0))
     faults.nth(4, raising(KeyboardInterrupt()), "write_at")
     with pytest.raises(KeyboardInterrupt):
-        reshard.plan(source, split(4, 0)).run(tmp_path / "out", partition="file", scheduler="synchronous")
+        reshard.plan(source, split(4, 0)).run(tmp_path / "out", partition="file", client="synchronous")
     assert tree(tmp_path / "out") == {}
 
 
@@ -167,7 +165,7 @@ def test_what_is_transposed_is_cut_where_reading_ahead_ends(tmp_path: Path, monk
     checkpoint = reshard.open(write_file(tmp_path / "src.safetensors", full))
     turned = [{"a": name, "b": {"transpose": f"{name}.t"}} for name in full]
     rules = {"reshard-rules": 1, "sides": ["a", "b"], "rules": turned}
-    plan = reshard.plan(checkpoint.derive(reshard.Rules.of(rules)), files=reshard.HuggingFaceSet())
+    plan = reshard.plan(checkpoint.derive(reshard.Rules.of(rules)), to="hf")
     pieces: dict[str, list[int]] = {}
     for task in plan._record.tasks:
         for piece in task.pieces:

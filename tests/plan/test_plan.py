@@ -16,6 +16,7 @@ from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.layout.block import Block
 from reshard.core.plan.budget import MOST_TASKS, TASK_BYTES
 from reshard.errors import BudgetError, SourceError, UsageError
 from reshard.strategy.names import optimizer_states
@@ -73,7 +74,7 @@ def test_some_ranks_read_no_more_than_their_rows_need(source: reshard.Checkpoint
 
 def test_named_by_both_a_rank_gets_its_block(source: reshard.Checkpoint) -> None:
     plan = reshard.plan(source, SOURCE)
-    assert plan._record.blocks(1)["w"].block == reshard.Block((2, 0), (4, 8))
+    assert plan._record.blocks(1)["w"].block == Block((2, 0), (4, 8))
 
 
 def test_named_for_another_stage_a_rank_gets_nothing(source: reshard.Checkpoint) -> None:
@@ -110,7 +111,7 @@ def test_whole_in_the_files_and_named_by_the_target_it_is_cut(tmp_path: Path) ->
     root = write_ranks(tmp_path, {"w": FULL["w"]}, Strategy.of({"w": ROWS}), also={"frozen": FULL["b"]})
     source = reshard.open(root, strategy=Strategy.of({"w": ROWS}))
     plan = reshard.plan(source, Strategy.of({"w": ROWS, "frozen": Layout.of([4], [0])}))
-    assert plan._record.blocks(3)["frozen"].block == reshard.Block((6,), (8,))
+    assert plan._record.blocks(3)["frozen"].block == Block((6,), (8,))
 
 
 def test_no_target_strategy_means_one_rank_of_whole_tensors(source: reshard.Checkpoint, tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_no_source_strategy_means_whole_tensors_and_copies(tmp_path: Path) -> No
     path = write_file(tmp_path / "whole.ckpt", {**FULL, "global_step": np.array(7, np.int32)}, "ckpt")
     plan = reshard.plan(reshard.open(path), Strategy.of({"w": ROWS, "moments.w": ROWS}))
     assert plan.format == "ckpt"
-    assert plan._record.blocks(3)["b"].block == reshard.Block((0,), (8,))  # no layout on either side: a copy
+    assert plan._record.blocks(3)["b"].block == Block((0,), (8,))  # no layout on either side: a copy
 
 
 def test_copies_that_differ_come_from_the_rank_that_the_rule_says(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_unknown_ranks_and_formats(source: reshard.Checkpoint) -> None:
     with refused(UsageError, "no-such-rank", "ranks 4", "0 to 3"):
         reshard.plan(source, SOURCE, ranks=[1, 4, 9])
     with refused(UsageError, "unknown-format", "'pickle'"):
-        reshard.plan(source, SOURCE, format="pickle")
+        reshard.plan(source, SOURCE, to="pickle")
 
 
 # --- shape of the work ---
@@ -243,7 +244,7 @@ def test_every_rank_gets_its_blocks_and_no_others(model: Model) -> None:
     tensors = {
         n: Tensor.of(
             TensorSpec(n, f4, a.shape),
-            [Shard(reshard.Block.whole(a.shape), (Extent(0, ((0, a.nbytes),)),))],
+            [Shard(Block.whole(a.shape), (Extent(0, ((0, a.nbytes),)),))],
             listed=False,
         )
         for n, a in full.items()
@@ -255,7 +256,7 @@ def test_every_rank_gets_its_blocks_and_no_others(model: Model) -> None:
         found = plan._record.blocks(rank)
         assert set(found) == set(expected)
         for name, held in found.items():
-            whole = reshard.Block.whole(full[name].shape)
+            whole = Block.whole(full[name].shape)
             assert np.array_equal(full[name][held.block.within(whole)], expected[name])
 
 

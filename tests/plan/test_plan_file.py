@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import helpers
 import numpy as np
 import pytest
-from checkpoints import numbers, tree, write_file, write_ranks
+from checkpoints import numbers, plan_with, tree, write_file, write_ranks
 from generators import Model, models
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +29,7 @@ from reshard.core.plan.planfile import read, save
 from reshard.core.storage.local import local_store
 from reshard.errors import PlanError, ReshardError, SourceError, TargetError, UsageError
 from reshard.formats.ranks.options import RankFiles
-from reshard.formats.sets.options import HuggingFaceSet
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +53,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "whole": {},
     "ckpt": {"target": TARGET, "format": "ckpt", "prefix": "net-"},
     "some ranks": {"target": TARGET, "ranks": [3, 1]},
-    "mindspore set": {"files": reshard.MindSporeSet(300), "format": "safetensors"},
-    "hugging face set": {"files": reshard.HuggingFaceSet(300), "format": "safetensors"},
+    "mindspore set": {"files": MindSporeSet(300), "format": "safetensors"},
+    "hugging face set": {"files": HuggingFaceSet(300), "format": "safetensors"},
     "named file": {"files": RankFiles(name="weights/all.st")},
     "stored once": {"target": TARGET, "remove_redundancy": True},
     "linked": {"target": TARGET, "link_replicas": True},
@@ -182,7 +182,7 @@ def test_one_stage_of_a_pipeline(mindspore_data: Path, tmp_path: Path) -> None:
 
 def test_a_source_of_one_file_and_a_unified_set(root: Path, tmp_path: Path) -> None:
     reshard.plan(reshard.open(root, strategy=SOURCE)).run(tmp_path / "whole")
-    reshard.plan(reshard.open(root, strategy=SOURCE), files=reshard.MindSporeSet(300)).run(tmp_path / "set")
+    reshard.plan(reshard.open(root, strategy=SOURCE), to="mindspore", max_shard_size=300).run(tmp_path / "set")
     one = tmp_path / "whole" / "rank_0" / "checkpoint_0.safetensors"
     plan = reshard.plan(reshard.open(one), TARGET)
     plan.run(tmp_path / "direct")
@@ -353,7 +353,7 @@ def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) ->
         reshard.Plan(plan_convert(root, "ckpt")).save(tmp_path / "plan.json")
     some = SomeFiles(ShardFiles(("a",), dict.fromkeys([*SHAPES, "global_step", "note"], 0)), (0,), with_index=False)
     with refused(UsageError, "not-savable", "SomeFiles"):
-        reshard.plan(reshard.Checkpoint(plan._record.source), files=some).save(tmp_path / "plan.json")
+        plan_with(reshard.Checkpoint(plan._record.source), files=some).save(tmp_path / "plan.json")
     paths = {0: root / "rank_0" / "checkpoint_0.safetensors", 1: root / "rank_1" / "checkpoint_1.safetensors"}
     two = reshard.open(paths, strategy=SOURCE, partial=True)
     with refused(UsageError, "not-savable", "one directory"):
@@ -605,7 +605,7 @@ def test_a_file_beside_the_weights_that_changed_is_named(tmp_path: Path) -> None
     path = write_file(tmp_path / "set" / "model.safetensors", {"w": np.ones(4, "f4")})
     config = path.with_name("config.json")
     config.write_text('{"model_type": "x"}')
-    plan = reshard.plan(reshard.open(path.parent), files=HuggingFaceSet())
+    plan = reshard.plan(reshard.open(path.parent), to="hf")
     plan.save(tmp_path / "plan.json")
     config.write_text('{"model_type": "x", "more": 1}')
     failed(6, "source-changed", "run", tmp_path / "plan.json", tmp_path / "out", places=(config,))

@@ -40,7 +40,7 @@ def test_ten_thousand_tensors_over_64_ranks_are_planned_in_2_seconds_and_200_mb(
 def test_the_whole_command_tells_what_it_would_do(sixty_four: tuple[Path, ...]) -> None:
     source, before, after = map(str, sixty_four)
     strategies = ["--source-strategy", before, "--target-strategy", after]
-    took = measured(*RESHARD, "transform", source, f"{source}.out", *strategies, "--dry-run", "--json")
+    took = measured(*RESHARD, "convert", source, f"{source}.out", *strategies, "--dry-run", "--json")
     assert took.code == 0, took.err
     told = json.loads(took.out)
     assert (told["tensors"], told["source_files"], told["target_files"]) == (10_000, 64, 48)

@@ -217,5 +217,5 @@ def test_a_set_that_is_not_whole(tmp_path: Path, name: str) -> None:
     spoil(root)
     with refused(SourceError, code, place):
         reshard.open(root)
-    failed(4, code, "unify", root, tmp_path / "dst")
+    failed(4, code, "convert", "--to=mindspore", root, tmp_path / "dst")
     assert not (tmp_path / "dst").exists()

@@ -121,7 +121,7 @@ def test_each_becomes_rank_files_of_the_same_blocks(mindspore_data: Path, tmp_pa
     source = reshard.open(root / "checkpoint")
     full = {key: value for key, value in np.load(root / "full.npz").items() if key in source}
     done("convert", root / "checkpoint", tmp_path / "out", "--to", "ckpt", "--same-ranks")
-    made = reshard.open(tmp_path / "out", strategy=reshard.strategy_of(source))
+    made = reshard.open(tmp_path / "out", strategy=source.to_strategy())
     assert_equal(made, full)
     assert {file.index.format for file in made._record.files} == {"ckpt"}
     assert made.ranks == tuple(sorted(set(source.ranks)))
@@ -131,12 +131,12 @@ def test_each_becomes_rank_files_of_the_same_blocks(mindspore_data: Path, tmp_pa
 def test_another_iteration_of_a_run(mindspore_data: Path) -> None:
     root = mindspore_data / "checkpoint2" / "graph_dp4_tp2_weights_two" / "checkpoint"
     assert reshard.open(root).root.endswith("iteration_00000004")
-    assert reshard.open(root, iteration=2).root.endswith("iteration_00000002")
-    assert reshard.open(root / "iteration_00000002", iteration=2).root.endswith("iteration_00000002")
+    assert reshard.open(root, step=2).root.endswith("iteration_00000002")
+    assert reshard.open(root / "iteration_00000002", step=2).root.endswith("iteration_00000002")
     with refused(SourceError, "no-such-iteration", "iteration 3", "iterations 2, 4"):
-        reshard.open(root, iteration=3)
+        reshard.open(root, step=3)
     with refused(SourceError, "no-such-iteration", "iteration 4"):
-        reshard.open(root / "iteration_00000002", iteration=4)
+        reshard.open(root / "iteration_00000002", step=4)
 
 
 def test_a_run_that_does_not_say_which_iteration_is_complete(case: Callable[[str], Path]) -> None:
@@ -151,8 +151,8 @@ def test_a_run_that_does_not_say_which_iteration_is_complete(case: Callable[[str
     tracker.unlink()
     with refused(SourceError, "missing-tracker", tracker.name, "iteration=4"):
         reshard.open(place.parent)
-    failed(4, "missing-tracker", "inspect", place.parent, places=("--iteration 4",))
-    assert_equal(reshard.open(place.parent, iteration=4), full_of(place))
+    failed(4, "missing-tracker", "inspect", place.parent, places=("--step 4",))
+    assert_equal(reshard.open(place.parent, step=4), full_of(place))
 
 
 def test_at_a_url(mindspore_data: Path) -> None:
@@ -194,14 +194,14 @@ def test_inspect_lists_the_iterations_of_a_run(mindspore_data: Path, tmp_path: P
     assert "complete, newest" in shown.splitlines()[2]
     assert "unknown: was saved by a training that was not healthy" in shown.splitlines()[1]
     assert f"incomplete: {gone.name} is missing" in shown.splitlines()[3]
-    assert "iteration_00000002" not in done("inspect", root, "--iteration", "4").stdout
+    assert "iteration_00000002" not in done("inspect", root, "--step", "4").stdout
     found = json.loads(done("inspect", root, "--json").stdout)["iterations"]
     assert [(one["step"], one["last"], one["state"]) for one in found] == [
         ("2", False, "unknown"), ("4", True, "complete"), ("6", False, "incomplete"),
     ]  # fmt: skip
     assert all(one["nbytes"] > 0 for one in found)
     (root / "latest_checkpointed_iteration.txt").unlink()
-    result = failed(4, "missing-tracker", "inspect", root, places=("--iteration 6",))
+    result = failed(4, "missing-tracker", "inspect", root, places=("--step 6",))
     assert "iteration_00000006" in result.stdout
 
 
@@ -219,7 +219,7 @@ def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Pa
     for path in (place / "metadata.json", place / "common.json", place.parent / "latest_checkpointed_iteration.txt"):
         for source in (place.parent, place) if path.parent == place else (place.parent,):
             failed(
-                6, "target-is-source", "unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite",
+                6, "target-is-source", "convert", "--to=mindspore", source, tmp_path / "u", "--write-manifest", path, "--overwrite",
                 places=(path.name,),
             )  # fmt: skip
 
@@ -229,7 +229,7 @@ def test_what_has_no_iterations_has_none(case: Callable[[str], Path], tmp_path: 
     write_file(tmp_path / "w.safetensors", {"w": np.zeros(4, np.float32)})
     for path in ("z", "w.safetensors"):
         with refused(UsageError, "no-iterations", path, "iteration=3"):
-            reshard.open(tmp_path / path, iteration=3)
+            reshard.open(tmp_path / path, step=3)
 
 
 # --- the traps of FORMAT.md ---
@@ -277,9 +277,9 @@ def test_blocks_that_were_lost(case: Callable[[str], Path], tmp_path: Path) -> N
         assert "lacks 1 of its 2 blocks, which no file has" in found.unreadable[name]
         assert "they were lost when it was saved (remove_redundancy)" in found.unreadable[name]
     assert_equal(found, full_of(place), but=norms)
-    for command in (["unify", place, tmp_path / "u"], ["verify", place.parent]):
+    for command in (["convert", "--to=mindspore", place, tmp_path / "u"], ["verify", place.parent]):
         failed(4, "unreadable-tensor", *command, places=(f"--drop '{NORM}'",))
-    done("unify", place, tmp_path / "u", "--drop", "*norm.weight")
+    done("convert", "--to=mindspore", place, tmp_path / "u", "--drop", "*norm.weight")
     assert_equal(reshard.open(tmp_path / "u"), full_of(place), but=norms)
     done("verify", place, "--drop", "*norm.weight")
     assert f"unknown, last: '{NORM}', and 5 more cannot be read" in call("inspect", place.parent).stdout
@@ -458,7 +458,7 @@ def test_iterations_newer_than_the_last(case: Callable[[str], Path]) -> None:
     assert any(newer in warning for warning in reshard.open(place.parent).warnings)
     assert newer in done("verify", place.parent).stderr
     assert "unknown: is newer than" in done("inspect", place.parent).stdout
-    assert not reshard.open(place.parent, iteration=4).warnings
+    assert not reshard.open(place.parent, step=4).warnings
     assert not reshard.open(place).warnings
 
 
@@ -564,7 +564,7 @@ def test_many_ranks_take_no_more_memory_than_is_predicted(tmp_path: Path) -> Non
     place = tmp_path / "iteration_00000001"
     write_large(place, 2000, 125)
     assert (place / "metadata.json").stat().st_size > 100e6
-    took = measured(*RESHARD, "unify", str(place), str(tmp_path / "u"), "--dry-run", "--json")
+    took = measured(*RESHARD, "convert", "--to=mindspore", str(place), str(tmp_path / "u"), "--dry-run", "--json")
     assert took.code == 0, took.err
     predicted = json.loads(took.out)["peak_memory"]
     assert took.peak < predicted < 1.6 * took.peak

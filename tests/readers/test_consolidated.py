@@ -151,8 +151,16 @@ def test_a_name_that_the_table_does_not_know(tmp_path: Path) -> None:
     assert_equal(source, FULL)
     assert "layout={'NAME': 'RULE'}" in source.unreadable["x.lora_a"]
     assert "--layout 'NAME=RULE'" in done("inspect", tmp_path / "src").stdout
-    failed(4, "unreadable-tensor", "unify", tmp_path / "src", tmp_path / "dst", places=("--layout 'NAME=RULE'",))
-    done("unify", tmp_path / "src", tmp_path / "dropped", "--drop", "x.lora_a")
+    failed(
+        4,
+        "unreadable-tensor",
+        "convert",
+        "--to=mindspore",
+        tmp_path / "src",
+        tmp_path / "dst",
+        places=("--layout 'NAME=RULE'",),
+    )
+    done("convert", "--to=mindspore", tmp_path / "src", tmp_path / "dropped", "--drop", "x.lora_a")
     assert reshard.verify(tmp_path / "dropped").equal
     ruled = reshard.open(tmp_path / "src", layout={"x.*": "split:0"})
     assert_equal(ruled, {**FULL, "x.lora_a": EXTRA})
@@ -253,7 +261,7 @@ def test_parts_of_two_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "other" / "consolidated.01.pth").replace(tmp_path / "one" / "consolidated.01.pth")
     source = reshard.open(tmp_path / "one")
     assert {name for name in FULL if "norm" in name or "freqs" in name} - {"rope.freqs"} == set(source.unreadable)
-    failed(4, "unreadable-tensor", "unify", tmp_path / "one", tmp_path / "dst", places=("norm",))
+    failed(4, "unreadable-tensor", "convert", "--to=mindspore", tmp_path / "one", tmp_path / "dst", places=("norm",))
 
 
 OUT = "layers.0.attention.wo.weight"

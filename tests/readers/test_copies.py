@@ -66,7 +66,7 @@ def source(tmp_path: Path) -> reshard.Checkpoint:
 
 @pytest.fixture
 def out(source: reshard.Checkpoint, tmp_path: Path) -> Path:
-    reshard.plan(source, TARGET, format="safetensors").run(tmp_path / "out")
+    reshard.plan(source, TARGET, to="safetensors").run(tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -139,7 +139,7 @@ def test_commands_know_the_layout_of_a_copy(out: Path, tmp_path: Path, way: Call
     assert "warning" not in shown.stderr
     done("strategy", "from-checkpoint", copy, "-o", tmp_path / "strategy.ckpt")
     assert reshard.read_strategy(tmp_path / "strategy.ckpt").tensors.keys() == TARGET.tensors.keys()
-    done("unify", copy, tmp_path / "whole")
+    done("convert", "--to=mindspore", copy, tmp_path / "whole")
     assert_equal(reshard.Checkpoint(reshard.open(tmp_path / "whole")._record.without(["step", "note"])), FULL)
     done("verify", copy)
 
@@ -162,7 +162,7 @@ def test_what_is_as_noted_is_not_looked_at_again(out: Path, monkeypatch: pytest.
 
 def test_at_urls(source: reshard.Checkpoint, out: Path, root: str) -> None:
     """From here to there, and from there to there; where it was changed, the file is named."""
-    reshard.plan(source, TARGET, format="ckpt").run(f"{root}/out")
+    reshard.plan(source, TARGET, to="ckpt").run(f"{root}/out")
     fs, there = fsspec.core.url_to_fs(root)
     fs.put(f"{out}/", f"{there}/uploaded/", recursive=True)
     for name in fs.find(f"{there}/out"):
@@ -180,7 +180,15 @@ def test_at_urls(source: reshard.Checkpoint, out: Path, root: str) -> None:
         reshard.open(f"{root}/copied")
     assert not verify(f"{root}/copied").equal
     fs.pipe_file(changed, content[:-1])
-    failed(4, "truncated", "unify", f"{root}/copied", f"{root}/whole", places=("rank_2/checkpoint_2.ckpt",))
+    failed(
+        4,
+        "truncated",
+        "convert",
+        "--to=mindspore",
+        f"{root}/copied",
+        f"{root}/whole",
+        places=("rank_2/checkpoint_2.ckpt",),
+    )
 
 
 def files(root: Path) -> list[Path]:
@@ -192,7 +200,7 @@ def refusal(copy: Path, file: Path) -> str:
     with pytest.raises(SourceError) as raised:
         reshard.open(copy)
     for arguments in (
-        ("unify", copy, f"{copy}.whole"),
+        ("convert", "--to=mindspore", copy, f"{copy}.whole"),
         ("strategy", "from-checkpoint", copy, "-o", f"{copy}.ckpt"),
     ):
         result = call(*arguments)
@@ -211,7 +219,7 @@ def refusal(copy: Path, file: Path) -> str:
 def test_a_changed_byte_of_a_header(
     source: reshard.Checkpoint, tmp_path: Path, format: str, rank: int, old: bytes
 ) -> None:
-    reshard.plan(source, TARGET, format=format).run(tmp_path / "out")
+    reshard.plan(source, TARGET, to=format).run(tmp_path / "out")
     copy = cp(tmp_path / "out")
     file = files(copy)[rank]
     content = file.read_bytes()
@@ -251,7 +259,7 @@ def written(factory: pytest.TempPathFactory, format: str) -> Path:
     """A copy of a target, made once."""
     if format not in _WRITTEN:
         root = factory.mktemp("copies")
-        reshard.plan(opened_source(root), TARGET, format=format).run(root / "out")
+        reshard.plan(opened_source(root), TARGET, to=format).run(root / "out")
         _WRITTEN[format] = cp(root / "out")
     return _WRITTEN[format]
 
@@ -262,7 +270,7 @@ def test_a_file_of_another_run(out: Path, tmp_path: Path) -> None:
     others = {name: value for name, value in other.items() if name not in ROWS.tensors}
     cut = {name: value for name, value in other.items() if name in ROWS.tensors}
     source = reshard.open(write_ranks(tmp_path / "src2", cut, ROWS, "ckpt", {**others, **ALSO}), strategy=ROWS)
-    reshard.plan(source, TARGET, format="safetensors").run(tmp_path / "out2")
+    reshard.plan(source, TARGET, to="safetensors").run(tmp_path / "out2")
     for rank in range(4):
         copy = cp(out)
         file = files(copy)[rank]
@@ -307,9 +315,9 @@ def test_one_rank_that_is_left_is_not_taken_for_the_whole(out: Path, tmp_path: P
     for file in files(copy)[1:]:
         file.unlink()
     assert call("inspect", copy).exit_code == 0
-    assert call("unify", copy, tmp_path / "whole").exit_code == 4
+    assert call("convert", "--to=mindspore", copy, tmp_path / "whole").exit_code == 4
     assert not (tmp_path / "whole").exists()
-    assert call("unify", copy, tmp_path / "whole", "--layout", "*=whole").exit_code == 0
+    assert call("convert", "--to=mindspore", copy, tmp_path / "whole", "--layout", "*=whole").exit_code == 0
 
 
 @pytest.mark.parametrize("more", [b"", b"x"])
@@ -328,7 +336,7 @@ def test_what_has_no_checksums_is_known_by_its_time_alone(
 ) -> None:
     """Ranks exchanged by `mv` would go unnoticed."""
     cipher = options.get("target_cipher")
-    reshard.plan(source, TARGET, format="ckpt", **options).run(tmp_path / "out", fsync=bool(cipher))
+    reshard.plan(source, TARGET, to="ckpt", **options).run(tmp_path / "out", fsync=bool(cipher))
     assert reshard.open(tmp_path / "out", cipher=cipher).strategy == TARGET
     with refused(SourceError, "no-layout", "checksums"):
         reshard.open(cp(tmp_path / "out"), cipher=cipher)

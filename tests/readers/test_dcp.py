@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 from refusals import failed, refused
 
 import reshard
-from reshard import HuggingFaceSet, Layout, Selection, Strategy
+from reshard import Layout, Selection, Strategy
 from reshard.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
@@ -86,9 +86,7 @@ def test_they_are_converted_and_verified(case: Callable[[str], Path], tmp_path: 
     assert plan.dropped == ("extra.step",)
     plan.run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
-    reshard.plan(reshard.open(tmp_path / "rows", strategy=rows), files=HuggingFaceSet(), format="safetensors").run(
-        tmp_path / "back", fsync=False
-    )
+    reshard.plan(reshard.open(tmp_path / "rows", strategy=rows), to="hf").run(tmp_path / "back", fsync=False)
     assert_equal(reshard.open(tmp_path / "back"), full)
     source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
@@ -106,11 +104,13 @@ def test_they_are_converted_and_verified(case: Callable[[str], Path], tmp_path: 
 
 def test_weights_for_hugging_face_by_one_command(case: Callable[[str], Path], tmp_path: Path) -> None:
     root = case(CASES[0])
-    done("unify", root, tmp_path / "hf", "--style", "huggingface", "--weights-only")
+    done("convert", root, tmp_path / "hf", "--to", "hf", "--weights-only")
     assert_equal(
         reshard.open(tmp_path / "hf"), {name: value for name, value in full_of(root).items() if name[:6] == "model."}
     )
-    chosen = done("unify", root, tmp_path / "some", "--include", "model.*", "--exclude", "*norm*", "-v")
+    chosen = done(
+        "convert", "--to=mindspore", root, tmp_path / "some", "--include", "model.*", "--exclude", "*norm*", "-v"
+    )
     assert "extra.step" in chosen.stdout  # among what is left out
     assert len(reshard.open(tmp_path / "some")) == 7
     done("verify", tmp_path / "some")
@@ -132,11 +132,11 @@ def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
     (root / "global_step_12" / ".metadata").unlink()
     assert reshard.open(root).root.endswith(STEP)
     with refused(SourceError, "unfinished", ".metadata"):
-        reshard.open(root, iteration=12)
+        reshard.open(root, step=12)
     with refused(SourceError, "no-such-iteration", "iteration 5", "iterations 4, 12"):
-        reshard.open(root, iteration=5)
+        reshard.open(root, step=5)
     with refused(SourceError, "no-such-iteration", "iteration 12"):
-        reshard.open(root / STEP, iteration=12)
+        reshard.open(root / STEP, step=12)
     shown = done("inspect", root).stdout.splitlines()
     assert shown[1].split()[:2] == ["global_step_4", "4"]
     assert "complete, newest" in shown[1]
@@ -144,7 +144,7 @@ def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
     (root / TRACKER).unlink()
     with refused(SourceError, "missing-tracker", TRACKER, "iteration=12"):
         reshard.open(root)
-    assert_equal(reshard.open(root, iteration=4), full_of(root))
+    assert_equal(reshard.open(root, step=4), full_of(root))
 
 
 def test_objects_are_listed(case: Callable[[str], Path]) -> None:
@@ -177,7 +177,7 @@ def test_boxes_of_any_kind(tmp_path: Path, package: str, by_rank: bool) -> None:
     assert_equal(
         reshard.open(tmp_path / "columns", strategy=columns), {name: FULL[name] for name in ("w", "n", "s", "e")}
     )
-    reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(found, to="hf").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), FULL)
     found.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), FULL)
@@ -242,7 +242,7 @@ def test_boxes_that_do_not_make_a_tensor(
     assert set(found) == {"b"}
     with refused(SourceError, "unreadable-tensor", "'w'", *said, "drop='w'"):
         reshard.plan(found)
-    done("unify", whole, tmp_path / "u", "--drop", "w")
+    done("convert", "--to=mindspore", whole, tmp_path / "u", "--drop", "w")
     assert_equal(reshard.open(tmp_path / "u"), {"b": FULL["b"]})
 
 
@@ -327,7 +327,7 @@ def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Pa
     for path in (root / TRACKER, root / STEP / ".rank1_metadata", root / STEP / "_rank1_.safetensors"):
         for source in (root, root / STEP):
             failed(
-                6, "target-is-source", "unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite",
+                6, "target-is-source", "convert", "--to=mindspore", source, tmp_path / "u", "--write-manifest", path, "--overwrite",
                 places=(path.name,),
             )  # fmt: skip
 

@@ -20,6 +20,7 @@ from reshard import read_object
 from reshard.core.model.checkpoint import TensorSpec
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
+from reshard.formats.checkpoint2.options import Checkpoint2
 from reshard.kits.torch import objects as module
 from reshard.kits.torch.pickles import Name, PickledObject
 
@@ -79,7 +80,7 @@ def test_what_megatron_keeps_beside(opened: Callable[[str], reshard.Checkpoint])
     assert read_object(found, "decoder.layers.mlp.linear_fc1._extra_state/shard_2_4") == [None]
     assert not found.warnings
     assert found._record.extras.paths is None
-    assert reshard.Checkpoint2().of(found._record).step == 5
+    assert Checkpoint2().of(found._record).step == 5
 
 
 def test_they_are_shown(mindspore_data: Path, opened: Callable[[str], reshard.Checkpoint]) -> None:

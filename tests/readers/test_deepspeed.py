@@ -97,12 +97,12 @@ def test_states_of_other_weights_are_not_read(mindspore_data: Path, tmp_path: Pa
 
 def test_of_two_tags_the_last_or_any(mindspore_data: Path) -> None:
     run = mindspore_data / "deepspeed" / "two_tags_s2_dp3" / "checkpoint"
-    last, before = reshard.open(run), reshard.open(run, iteration=2)
+    last, before = reshard.open(run), reshard.open(run, step=2)
     assert last.root.endswith("global_step3")
     assert before.root.endswith("global_step2")
     assert before["embed.weight"].compute().tobytes() != last["embed.weight"].compute().tobytes()
     assert reshard.open(run / "global_step2").root == before.root
-    refused_iteration = failed(4, "no-such-iteration", "inspect", run, "--iteration", "7")
+    refused_iteration = failed(4, "no-such-iteration", "inspect", run, "--step", "7")
     assert "2, 3" in one_line(refused_iteration.stderr)
 
 
@@ -132,7 +132,7 @@ def test_any_number_of_ranks(tmp_path: Path, stage: int, ranks: int) -> None:
         name: reshard.Layout.of([2], [0 if name.endswith("b.weight") else -1, *[-1] * value.ndim][: value.ndim])
         for name, value in full.items() if value.ndim
     })  # fmt: skip
-    reshard.plan(source, rows, format="dcp").run(tmp_path / "out", fsync=False)
+    reshard.plan(source, rows, to="dcp").run(tmp_path / "out", fsync=False)
     assert_equal(reshard.open(tmp_path / "out"), full)
 
 
@@ -180,7 +180,7 @@ def test_states_are_known_as_states_of_their_weights(tmp_path: Path, step: int |
 
 def test_a_plan_is_saved_and_run_elsewhere(tmp_path: Path) -> None:
     full = write_zero(tmp_path / "run", GROUPS, stage=3)
-    reshard.plan(reshard.open(tmp_path / "run"), files=reshard.HuggingFaceSet()).save(tmp_path / "plan.json")
+    reshard.plan(reshard.open(tmp_path / "run"), to="hf").save(tmp_path / "plan.json")
     done("run", tmp_path / "plan.json", tmp_path / "out")
     assert_equal(reshard.open(tmp_path / "out"), full)
 

@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 from refusals import failed, refused
 
 import reshard
-from reshard import HuggingFaceSet, Layout, Strategy
+from reshard import Layout, Strategy
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def test_real_ones_are_their_whole_tensors(mindspore_data: Path, tmp_path: Path,
     found = reshard.open(root)
     assert_equal(found, full)
     assert set(found.ranks) == {0, 1, 2, 3}
-    done("unify", root, tmp_path / "hf", "--style", "huggingface")
+    done("convert", root, tmp_path / "hf", "--to", "hf")
     assert_equal(reshard.open(tmp_path / "hf"), full)
     done("verify", tmp_path / "hf")
     for path in (tmp_path / "hf").glob("*.safetensors"):
@@ -71,7 +71,7 @@ def test_every_row_of_what_pytorch_does_wrong_is_right(three: Path, tmp_path: Pa
     source = reshard.open(three)
     assert_equal(source, FULL)
     columns = Strategy.of({"w": Layout.of([2], [-1, 0])})
-    reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(source, to="hf").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), FULL)
     source.to_zarr(tmp_path / "zarr", fsync=False)
     assert_equal(reshard.open(tmp_path / "zarr"), FULL)
@@ -112,8 +112,10 @@ def test_a_gap_is_refused_by_name(three: Path, tmp_path: Path) -> None:
         "w": "is of shape [6, 4], and its blocks have 16 of 24 elements",
         "b": "is of shape [5], and its blocks have 3 of 5 elements",
     }
-    failed(4, "unreadable-tensor", "unify", three, tmp_path / "u", places=("--drop 'b'", "tensor 'w'"))
-    done("unify", three, tmp_path / "u", "--drop", "w", "--drop", "b")
+    failed(
+        4, "unreadable-tensor", "convert", "--to=mindspore", three, tmp_path / "u", places=("--drop 'b'", "tensor 'w'")
+    )
+    done("convert", "--to=mindspore", three, tmp_path / "u", "--drop", "w", "--drop", "b")
 
 
 def test_the_first_of_two_blocks_of_a_rank_that_pytorch_lost(tmp_path: Path) -> None:

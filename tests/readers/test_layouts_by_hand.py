@@ -47,7 +47,16 @@ def test_blocks_that_are_replicas_are_not_joined(replicas: Path, tmp_path: Path,
     with refused(SourceError, "saved-whole", "'w'", f"'{rules.get('w', 'split:0')}'"):
         reshard.open(replicas, layout=rules)
     typed = [word for name, rule in rules.items() for word in ("--layout", f"{name}={rule}")]
-    failed(4, "saved-whole", "unify", replicas, tmp_path / "whole", *typed, places=("--layout '*=whole'",))
+    failed(
+        4,
+        "saved-whole",
+        "convert",
+        "--to=mindspore",
+        replicas,
+        tmp_path / "whole",
+        *typed,
+        places=("--layout '*=whole'",),
+    )
     assert not (tmp_path / "whole").exists()
     assert_equal(reshard.open(replicas, layout={"*": "whole"}), FULL)
 
@@ -78,7 +87,7 @@ def test_what_differs_is_not_whole(tmp_path: Path) -> None:
 def test_one_layout_is_added_to_those_of_the_ledger(out: Path, tmp_path: Path, rules: dict[str, str]) -> None:
     assert_equal(reshard.open(out, layout=rules), FULL)
     typed = [word for name, rule in rules.items() for word in ("--layout", f"{name}={rule}")]
-    done("unify", out, tmp_path / "whole", *typed)
+    done("convert", "--to=mindspore", out, tmp_path / "whole", *typed)
     assert_equal(reshard.open(tmp_path / "whole"), FULL)
     for path in out.rglob("*"):  # of a copy, too
         os.utime(path, (1, 1))
@@ -131,7 +140,9 @@ def test_the_strategy_beside_a_source_is_named(tmp_path: Path, place: str) -> No
     (tmp_path / "other.json").write_text("{")
     (tmp_path / "not.ckpt").write_bytes(b"\x08\x01" * 1000)
     shown = f"'{tmp_path / place}'" if " " in place else str(tmp_path / place)
-    result = failed(4, "no-layout", "unify", root, tmp_path / "whole", places=(f"--source-strategy {shown}\n",))
+    result = failed(
+        4, "no-layout", "convert", "--to=mindspore", root, tmp_path / "whole", places=(f"--source-strategy {shown}\n",)
+    )
     assert "dst_strategy" not in result.stderr
     with refused(SourceError, "no-layout", f"strategy='{tmp_path / place}'"):
         reshard.open(root)
@@ -142,9 +153,17 @@ def test_it_is_relative_as_the_source_is(tmp_path: Path, monkeypatch: pytest.Mon
     write_ranks(tmp_path / "src", FULL, ROWS)
     reshard.write_strategy(ROWS, tmp_path / "src_strategy.ckpt")
     monkeypatch.chdir(tmp_path)
-    failed(4, "no-layout", "unify", "src", "whole", places=("--source-strategy src_strategy.ckpt",))
+    failed(4, "no-layout", "convert", "--to=mindspore", "src", "whole", places=("--source-strategy src_strategy.ckpt",))
     monkeypatch.chdir(tmp_path / "src")
-    failed(4, "no-layout", "unify", ".", "../whole", places=(f"--source-strategy {tmp_path}/src_strategy.ckpt",))
+    failed(
+        4,
+        "no-layout",
+        "convert",
+        "--to=mindspore",
+        ".",
+        "../whole",
+        places=(f"--source-strategy {tmp_path}/src_strategy.ckpt",),
+    )
 
 
 def test_the_strategy_beside_a_source_at_a_url(tmp_path: Path, root: str) -> None:
@@ -153,7 +172,7 @@ def test_the_strategy_beside_a_source_at_a_url(tmp_path: Path, root: str) -> Non
     reshard.write_strategy(ROWS, tmp_path / "strategies" / "my_strategy.ckpt")
     put(tmp_path / "strategies", root)
     place = f"--source-strategy {root}/my_strategy.ckpt"
-    failed(4, "no-layout", "unify", source, tmp_path / "whole", places=(place,))
+    failed(4, "no-layout", "convert", "--to=mindspore", source, tmp_path / "whole", places=(place,))
 
 
 def test_what_does_not_fit_is_not_named(tmp_path: Path) -> None:
@@ -164,7 +183,7 @@ def test_what_does_not_fit_is_not_named(tmp_path: Path) -> None:
     reshard.write_strategy(COLUMNS, tmp_path / "dst_strategy.ckpt")
     shutil.copy(root / "rank_0" / "checkpoint_0.safetensors", tmp_path / "one.ckpt")
     result = failed(
-        4, "no-layout", "unify", root, tmp_path / "whole",
+        4, "no-layout", "convert", "--to=mindspore", root, tmp_path / "whole",
         places=("--source-strategy, or --layout '*=RULE'",),
     )  # fmt: skip
     assert "strategy.ckpt" not in result.stderr
@@ -179,7 +198,7 @@ def test_a_directory_of_strategies_of_a_pipeline(tmp_path: Path) -> None:
     for stage in range(2):
         reshard.write_strategy(stages.of_stage(stage), tmp_path / "strategy" / f"strategy_{stage}.json")
     place = f"--source-strategy {tmp_path}/strategy\n"
-    failed(4, "no-layout", "unify", root, tmp_path / "whole", places=(place,))
+    failed(4, "no-layout", "convert", "--to=mindspore", root, tmp_path / "whole", places=(place,))
 
 
 def test_few_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,5 +214,5 @@ def test_few_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     before = beside.read_strategy
     monkeypatch.setattr(beside, "read_strategy", lambda path: read.append(path) or before(path))
     place = f"--source-strategy {tmp_path}/my_strategy.ckpt"
-    failed(4, "no-layout", "unify", root, tmp_path / "whole", places=(place,))
+    failed(4, "no-layout", "convert", "--to=mindspore", root, tmp_path / "whole", places=(place,))
     assert 1 <= len(read) <= 16

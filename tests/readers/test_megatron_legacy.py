@@ -48,7 +48,7 @@ def test_a_real_one_is_its_whole_tensors(case: Path) -> None:
         assert_equal(source, full_of(case))
         assert not source.warnings
         assert not source.unreadable
-    assert_equal(reshard.open(run, iteration=5), full_of(case))
+    assert_equal(reshard.open(run, step=5), full_of(case))
     (row,) = json.loads(done("inspect", run, "--json").stdout)["iterations"]
     assert row["nbytes"] == sum(path.stat().st_size for path in run.rglob("*.pt"))
     (run / "latest_checkpointed_iteration.txt").write_text("6")
@@ -377,7 +377,7 @@ def test_files_that_do_not_go_together(tmp_path: Path, name: str) -> None:
     root = make(tmp_path / "src")
     with refused(SourceError, code, place):
         reshard.open(root)
-    failed(4, code, "unify", root, tmp_path / "dst")
+    failed(4, code, "convert", "--to=mindspore", root, tmp_path / "dst")
 
 
 def test_files_of_another_training(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_files_of_another_training(tmp_path: Path) -> None:
     source = reshard.open(root)
     assert set(source.unreadable) == {name for name in FULL if "norm" in name}
     assert "layout" in source.unreadable[NORM]
-    failed(4, "unreadable-tensor", "unify", root, tmp_path / "dst", places=("norm",))
+    failed(4, "unreadable-tensor", "convert", "--to=mindspore", root, tmp_path / "dst", places=("norm",))
     drifted = reshard.open(root, layout={"*norm.weight": "copy"})
     assert set(drifted) == set(FULL)
     assert any("differs between the ranks" in line for line in drifted.warnings)
@@ -408,7 +408,7 @@ def test_a_release(tmp_path: Path) -> None:
     done("convert", tmp_path / "run", tmp_path / "dst", "--to", "hf")
     assert reshard.verify(tmp_path / "dst").equal
     with refused(SourceError, "no-such-iteration", tmp_path / "run"):
-        reshard.open(tmp_path / "run", iteration=5)
+        reshard.open(tmp_path / "run", step=5)
 
 
 def test_rules_of_the_user_win(tmp_path: Path) -> None:
@@ -435,4 +435,4 @@ def test_rules_of_the_user_win(tmp_path: Path) -> None:
     with refused(StrategyError, "not-divisible", "adapter"):
         reshard.open(root, layout={"*input_layernorm.weight": "gate-and-up", "*.adapter.w": "2:0,-1:3"})
     with refused(reshard.UsageError, "self-described", root):
-        reshard.open(root, suffix="x")
+        reshard.open(root, rank_pattern="rank_{rank}/*x.*")

@@ -89,13 +89,13 @@ def test_steps_of_a_run(mindspore_data: Path) -> None:
     full, run = truth(case), case / "checkpoint"
     for step in (3, 6, 9):
         expected = {key.partition("/")[2]: value for key, value in full.items() if key.startswith(f"{step}/")}
-        assert_equal(reshard.open(run, iteration=step), expected)
+        assert_equal(reshard.open(run, step=step), expected)
         assert_equal(reshard.open(run / str(step)), expected)
         assert_equal(reshard.open(run / str(step) / "default"), expected)
     newest = reshard.open(run)
     assert newest.root.endswith("/9")
     assert all(text in str(newest.warnings) for text in ("12.orbax-checkpoint-tmp", "13.orbax-checkpoint-tmp"))
-    failed(4, "no-such-iteration", "inspect", run, "--iteration", "12", places=("3, 6, 9", "12.orbax-checkpoint-tmp"))
+    failed(4, "no-such-iteration", "inspect", run, "--step", "12", places=("3, 6, 9", "12.orbax-checkpoint-tmp"))
     assert [(each.step, each.last, each.state) for each in iterations_at(run)] == [
         ("3", False, "complete"), ("6", False, "complete"), ("9", True, "complete"),
         ("12", False, "incomplete"), ("13", False, "incomplete"),
@@ -112,7 +112,7 @@ def test_a_step_without_its_end_is_not_read_unless_by_its_path(case: Callable[[s
     newest = reshard.open(run)
     assert newest.root.endswith("/6")
     assert "9, 12.orbax" in str(newest.warnings)
-    failed(4, "unfinished", "inspect", run, "--iteration", "9", places=("9",))
+    failed(4, "unfinished", "inspect", run, "--step", "9", places=("9",))
     by_path = reshard.open(run / "9")
     assert set(by_path) == {"w", "b", "step"}
     assert "not finished" in str(by_path.warnings)
@@ -236,7 +236,7 @@ def test_any_tree_and_any_chunks(tmp_path: Path, per_node: int, zarr3: bool, lev
     source = reshard.open(tmp_path / "in")
     assert_equal(source, full)
     assert source["params.w"][2:5, 3, ::2].compute().tobytes() == full["params.w"][2:5, 3, ::2].tobytes()
-    reshard.plan(source, format="safetensors").run(tmp_path / "out", fsync=False)
+    reshard.plan(source, to="safetensors").run(tmp_path / "out", fsync=False)
     assert_equal(reshard.open(tmp_path / "out"), full)
 
 
@@ -374,15 +374,15 @@ def test_at_urls(mindspore_data: Path, bucket: str) -> None:
             files, path = url_to_fs(url)
             files.put(f"{checkpoint_of(case)}/", f"{path}/", recursive=True)
             assert_equal(reshard.open(url), last(case))
-            reshard.plan(reshard.open(url), format="hf").run(f"{url}-out")
+            reshard.plan(reshard.open(url), to="hf").run(f"{url}-out")
             assert_equal(reshard.open(f"{url}-out"), last(case))
 
 
 def test_an_iteration_that_is_not_one(mindspore_data: Path) -> None:
     case = mindspore_data / "orbax" / "maxtext" / "checkpoint"
-    result = failed(4, "no-such-iteration", "inspect", case, "--iteration", "7")
+    result = failed(4, "no-such-iteration", "inspect", case, "--step", "7")
     assert "100" in one_line(result.stderr)
-    assert reshard.open(case / "100", iteration=100).root.endswith("100")
+    assert reshard.open(case / "100", step=100).root.endswith("100")
 
 
 @pytest.mark.parametrize("name", ["maxtext", "adam"])

@@ -234,7 +234,7 @@ def test_a_chunk_that_decodes_to_more_or_less_than_it_has(tmp_path: Path, far: b
         with refused(SourceError, "bad-chunk"):
             source["w"].compute()
         with refused(SourceError, "bad-chunk"):
-            reshard.plan(source, format="hf").run(tmp_path / f"out{number}", fsync=False)
+            reshard.plan(source, to="hf").run(tmp_path / f"out{number}", fsync=False)
 
 
 @pytest.mark.usefixtures("streamed")

@@ -71,7 +71,7 @@ def test_each_long_chunk_is_decoded_once(
             super().__init__(*arguments)
 
     monkeypatch.setattr(item_values, "ChunkStream", Counted)
-    plan = reshard.plan(reshard.open(tmp_path / "in"), format="safetensors")
+    plan = reshard.plan(reshard.open(tmp_path / "in"), to="safetensors")
     assert plan.stats.tasks == tasks
     plan.run(tmp_path / "out", fsync=False)
     assert len(opened) == len(set(opened)) == count
@@ -96,13 +96,13 @@ def test_chunks_of_later_tasks_are_prefetched(tmp_path: Path, monkeypatch: pytes
     frames = [(path, *span) for span in unit.spans if span[1]]
     hints: list[tuple[str, int, int]] = []
     monkeypatch.setattr(LocalStore, "prefetch", lambda _store, *hint: hints.append(hint))
-    plan = reshard.plan(reshard.open(tmp_path / "in"), format="safetensors")
+    plan = reshard.plan(reshard.open(tmp_path / "in"), to="safetensors")
     assert plan.stats.tasks == 4
     plan.run(tmp_path / "out", threads=threads, fsync=False)
     assert sorted(hints) == sorted(frames)[threads * len(frames) // 4 :]
     assert_equal(reshard.open(tmp_path / "out"), full)
     hints.clear()
-    plan.run(tmp_path / "cluster", scheduler=dask.get, fsync=False)  # other processes may do the next task
+    plan.run(tmp_path / "cluster", client=dask.get, fsync=False)  # other processes may do the next task
     assert not hints
 
 

@@ -145,7 +145,7 @@ def test_parts_that_pytorch_saved(tmp_path: Path) -> None:
         assert not source.warnings
         for key, bits in full.items():
             assert source[key].compute().tobytes() == bits.tobytes(), key
-        reshard.plan(source, format="safetensors").run(tmp_path / f"{name}-whole", fsync=False)
+        reshard.plan(source, to="safetensors").run(tmp_path / f"{name}-whole", fsync=False)
         assert reshard.verify(tmp_path / f"{name}-whole").equal
         assert not reshard.verify(tmp_path / name).differences
     done(

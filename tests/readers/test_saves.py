@@ -18,7 +18,7 @@ from refusals import failed, refused
 from saves_files import Made, Storage, dtensor, mesh, shard, tensor, write_rank, write_save
 
 import reshard
-from reshard import HuggingFaceSet, Layout, Strategy
+from reshard import Layout, Strategy
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ def test_a_real_one_is_its_whole_tensors(case: Path, tmp_path: Path) -> None:
     assert not source.unreadable
     assert not source._record.extras.objects
     assert "4 torch.save files, 4 ranks (0-3)" in done("inspect", root).stdout
-    done("unify", root, tmp_path / "hf", "--style", "huggingface")
+    done("convert", root, tmp_path / "hf", "--to", "hf")
     assert_equal(reshard.open(tmp_path / "hf"), full)
     columns = Strategy.of(
         {name: Layout.of([2], [0, *[-1] * (full[name].ndim - 1)]) for name in full if full[name].ndim}
     )
-    reshard.plan(source, columns, format="safetensors").run(tmp_path / "rows", fsync=False)
+    reshard.plan(source, columns, to="safetensors").run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=columns), full)
     source.to_zarr(tmp_path / "zarr", fsync=False)
     reshard.plan(source).save(tmp_path / "plan.json")
@@ -146,7 +146,15 @@ def test_kinds_of_files_and_what_is_nested(tmp_path: Path) -> None:
         "optim.param_groups.0.params": "a pickled list, which is not read",
     }
     assert [line for line in found.warnings if "differs between the ranks" in line]
-    done("unify", tmp_path / "src", tmp_path / "weights", "--weights-only", "--exclude", "extra_state.*")
+    done(
+        "convert",
+        "--to=mindspore",
+        tmp_path / "src",
+        tmp_path / "weights",
+        "--weights-only",
+        "--exclude",
+        "extra_state.*",
+    )
     assert set(reshard.open(tmp_path / "weights")) == {"w", "a", "c", "n.0"}
 
 
@@ -194,8 +202,8 @@ def test_what_holds_a_tensor_is_left_out_by_name_alone(tmp_path: Path, name: str
     assert set(found) == {"w"}
     assert set(found._record.extras.objects) == {"o"}
     assert re.fullmatch("is a pickled .* with tensors in it, which is not read", found.unreadable["x"])
-    failed(4, "unreadable-tensor", "unify", path, tmp_path / "u", places=("--drop 'x'",))
-    done("unify", path, tmp_path / "u", "--drop", "x")
+    failed(4, "unreadable-tensor", "convert", "--to=mindspore", path, tmp_path / "u", places=("--drop 'x'",))
+    done("convert", "--to=mindspore", path, tmp_path / "u", "--drop", "x")
 
 
 def test_what_holds_itself_and_a_tensor(tmp_path: Path) -> None:
@@ -219,7 +227,7 @@ def test_one_file_of_whole_tensors(tmp_path: Path, name: str) -> None:
     path = write_save(tmp_path / name, {"w": turned, "b": Made("_rebuild_parameter", tensor(FULL["b"]), True, {})})
     source = reshard.open(path)
     assert_equal(source, FULL)
-    reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(source, to="hf").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), FULL)
     done("verify", path, "--against", tmp_path / "hf")
 

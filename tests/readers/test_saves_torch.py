@@ -114,5 +114,5 @@ def test_every_placement_and_every_dtype(tmp_path: Path) -> None:
     assert set(whole) == {name.removeprefix("plain.") for name in full if name.startswith("plain.")}
     for name in whole:
         assert whole[name].compute().tobytes() == full[f"plain.{name}"].tobytes(), name
-    reshard.plan(found, format="safetensors").run(tmp_path / "whole", fsync=False)
+    reshard.plan(found, to="safetensors").run(tmp_path / "whole", fsync=False)
     assert reshard.verify(tmp_path / "whole").equal

@@ -35,7 +35,7 @@ def test_the_newest_step_of_a_run(name: str, tmp_path: Path) -> None:
     source = reshard.open(tmp_path)
     assert_equal(source, full)
     assert not source.warnings
-    assert_equal(reshard.open(tmp_path, iteration=9), {"w": np.full((4, 2), 9, np.float32)})
+    assert_equal(reshard.open(tmp_path, step=9), {"w": np.full((4, 2), 9, np.float32)})
     assert [(each.step, each.last) for each in reshard.runs(tmp_path)] == [("9", False), ("10", True)]
     done("convert", tmp_path, tmp_path.with_suffix(".out"), "--to", "hf")
     assert_equal(reshard.open(tmp_path.with_suffix(".out")), full)
@@ -53,7 +53,7 @@ def test_an_unfinished_step_is_passed_over_with_a_warning(tmp_path: Path) -> Non
     source = reshard.open(tmp_path)
     assert_equal(source, full)
     assert any("step-2" in warning for warning in source.warnings)
-    failed(4, "unfinished", "inspect", tmp_path, "--iteration", "2", places=(".metadata",))
+    failed(4, "unfinished", "inspect", tmp_path, "--step", "2", places=(".metadata",))
     shutil.rmtree(tmp_path / "step-1")
     with refused(SourceError, "no-such-iteration", tmp_path):
         reshard.open(tmp_path)

@@ -16,7 +16,7 @@ from refusals import refused
 from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write_save
 
 import reshard
-from reshard import DCP, HuggingFaceSet, Layout, Rules, Selection, Strategy
+from reshard import Layout, Rules, Selection, Strategy
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
@@ -102,14 +102,14 @@ def test_every_way_through(tmp_path: Path, kind: str) -> None:
     assert not source.unreadable
     assert (source["turned"][7:200:3, 11].compute() == FULL["turned"][7:200:3, 11]).all()
     assert (source["channels"][3, ::2, 5:9].compute() == FULL["channels"][3, ::2, 5:9]).all()
-    done("unify", root, tmp_path / "hf", "--style", "huggingface", "--no-fsync")
+    done("convert", root, tmp_path / "hf", "--to", "hf", "--tune=fsync=no")
     assert_equal(reshard.open(tmp_path / "hf"))
     reshard.write_strategy(HALVES, tmp_path / "halves.json")
     halves = ["--target-strategy", tmp_path / "halves.json"]
-    done("transform", root, tmp_path / "out", "--format", "dcp", *halves, "--no-fsync")
+    done("convert", root, tmp_path / "out", "--to", "dcp", *halves, "--tune=fsync=no")
     assert_equal(reshard.open(tmp_path / "out"))
-    done("plan", root, "--format", "dcp", *halves, "-o", tmp_path / "plan.json")
-    done("run", tmp_path / "plan.json", tmp_path / "planned", "--no-fsync")
+    done("plan", root, "--to", "dcp", *halves, "-o", tmp_path / "plan.json")
+    done("run", tmp_path / "plan.json", tmp_path / "planned", "--tune=fsync=no")
     assert tree(tmp_path / "planned") == tree(tmp_path / "out")
     for target in ("hf", "out"):
         done("verify", tmp_path / target, "--against", root)
@@ -124,7 +124,7 @@ def test_every_way_through(tmp_path: Path, kind: str) -> None:
 def test_an_element_that_is_another_is_named(tmp_path: Path, kind: str) -> None:
     """On either side, and by the sums of the file."""
     root = KINDS[kind](tmp_path / kind)
-    reshard.plan(reshard.open(root), files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(reshard.open(root), to="hf").run(tmp_path / "hf", fsync=False)
     path = min(root.glob("*_*"))
     content = bytearray(path.read_bytes())
     first = FULL["turned"][: len(FULL["turned"]) // 2]
@@ -155,7 +155,7 @@ def test_transposed_by_rules_it_lies_row_by_row(tmp_path: Path) -> None:
     assert_equal(found, full)
     (block,) = found.tensors["t"].shards
     assert block.replicas[0].strides == ()
-    reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(found, to="hf").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), full)
     assert reshard.verify(tmp_path / "hf", against=found).equal
 
@@ -163,7 +163,7 @@ def test_transposed_by_rules_it_lies_row_by_row(tmp_path: Path) -> None:
 def test_links(tmp_path: Path) -> None:
     root = write_dcp(tmp_path / "dcp")
     selection = Selection(name_map={"*": "net.*"})
-    reshard.plan(reshard.open(root), files=DCP(link=True), selection=selection).run(tmp_path / "out")
+    reshard.plan(reshard.open(root), to="dcp", link=True, selection=selection).run(tmp_path / "out")
     found = reshard.open(tmp_path / "out")
     assert_equal(found, {f"net.{name}": array for name, array in FULL.items()})
     assert reshard.verify(tmp_path / "out").equal
@@ -182,9 +182,9 @@ def test_replicas_of_which_one_is_turned(tmp_path: Path, changed: int) -> None:
     root = write_torch(tmp_path / "dcp", full, alike)
     source = reshard.open(root)
     assert (source._record.opening.looked.copies, source._record.opening.looked.whole) == (1, 0)  # type: ignore[union-attr]
-    reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(source, to="hf").run(tmp_path / "hf", fsync=False)
     columns = Strategy.of({"w": Layout.of([2], [-1, 0]), "b": Layout.of([2], [-1])})  # put together where copies are
-    reshard.plan(reshard.open(tmp_path / "hf"), columns, format="dcp").run(tmp_path / "columns", fsync=False)
+    reshard.plan(reshard.open(tmp_path / "hf"), columns, to="dcp").run(tmp_path / "columns", fsync=False)
     others = [reshard.verify(root, against=tmp_path / name) for name in ("hf", "columns")]
     for found in (reshard.verify(root), *others):
         assert [(one.name, one.index, one.rank) for one in found.differences] == [("w", (300, 7), 1)] * changed
@@ -238,7 +238,7 @@ def test_elements_that_are_there_several_times(tmp_path: Path) -> None:
     state = {name: tensor(full[name], storage=held, strides=strides) for name, (_, strides) in OVERLAPPING.items()}
     source = reshard.open(write_save(tmp_path / "model.pt", state))
     assert_equal(source, full)
-    reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(source, to="hf").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), full)
 
 
@@ -289,7 +289,7 @@ def test_what_torch_saves_of_memory_in_any_order(tmp_path: Path) -> None:
         for name in found:
             assert found[name].compute().tobytes() == full[name].tobytes(), name
         out = tmp_path / f"{root.stem}.out"
-        reshard.plan(found, format="dcp").run(out, fsync=False)
+        reshard.plan(found, to="dcp").run(out, fsync=False)
         assert reshard.verify(out).equal
         assert reshard.verify(root).equal
         loaded = subprocess.run(

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import helpers
 import numpy as np
 import pytest
-from checkpoints import assert_equal, numbers, write_file
+from checkpoints import assert_equal, numbers, plan_with, write_file
 from commands import call, done
 from dcp_files import item, write_torch
 from fsspec.core import url_to_fs
 from refusals import refused
 
 import reshard
-from reshard import HuggingFaceSet, Layout, Strategy
+from reshard import Layout, Strategy
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
+from reshard.formats.checkpoint2.options import Checkpoint2
 from reshard.formats.dcp import reader as dcp
+from reshard.formats.dcp.names import DCP
 from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.kits.torch.saved_tensors import torch_dtype
 
@@ -58,13 +60,13 @@ def test_real_ones_are_their_whole_tensors(mindspore_data: Path, tmp_path: Path,
     assert list(source.warnings) == (
         ["several ranks have an object n each; that of the first rank is taken"] if name == "rank_local" else []
     )
-    reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(source, to="hf").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), full)
     rows = Strategy.of({
         key: Layout.of([2, 2], [-1 if value.shape[0] % 2 else 1, *[-1] * (value.ndim - 1)])
         for key, value in full.items() if value.ndim
     })  # fmt: skip
-    reshard.plan(source, rows, format="safetensors").run(tmp_path / "rows", fsync=False)
+    reshard.plan(source, rows, to="safetensors").run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
     assert reshard.verify(tmp_path / "hf").equal
     assert reshard.verify(tmp_path / "rows").equal
@@ -87,13 +89,13 @@ def test_zarr_and_saved_plans(mindspore_data: Path, tmp_path: Path, name: str) -
 def test_weights_as_bfloat16_for_hugging_face(mindspore_data: Path, tmp_path: Path) -> None:
     root = mindspore_data / "dcp" / "fsdp2_uneven" / "checkpoint"
     done(
-        "unify", root, tmp_path / "hf", "--style", "huggingface", "--include", "model.*", "--cast", "float32=bfloat16"
+        "convert", root, tmp_path / "hf", "--to", "hf", "--include", "model.*", "--cast", "float32=bfloat16"
     )  # fmt: skip
     found = reshard.open(tmp_path / "hf")
     assert found
     assert {tensor.spec.dtype.name for tensor in found.tensors.values()} == {"bfloat16", "int64"}
     assert all(name.startswith("model.") for name in found)
-    done("unify", root, tmp_path / "weights", "--weights-only")
+    done("convert", "--to=mindspore", root, tmp_path / "weights", "--weights-only")
     assert set(reshard.open(tmp_path / "weights")) == set(found)
 
 
@@ -112,9 +114,9 @@ def test_a_run_of_megatron(mindspore_data: Path, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     found = reshard.open(tmp_path)
     assert found.root.endswith("iter_0000010")
-    assert reshard.Checkpoint2().of(found._record).step == 10
+    assert Checkpoint2().of(found._record).step == 10
     assert_equal(found, full_of(root))
-    assert reshard.open(tmp_path, iteration=5).root.endswith("iter_0000005")
+    assert reshard.open(tmp_path, step=5).root.endswith("iter_0000005")
     assert "iter_0000010" in done("inspect", tmp_path).stdout
 
 
@@ -297,11 +299,11 @@ def test_buckets_of_megatrons_optimizer(tmp_path: Path) -> None:
     rows = Strategy.of({"w": Layout.of([2], [0, -1])})
     for target in (None, rows):
         with refused(SourceError, "unreadable-tensor", BUCKET):
-            reshard.plan(found, target, format="safetensors")
-    done("unify", root, tmp_path / "weights", "--weights-only")
+            reshard.plan(found, target, to="safetensors")
+    done("convert", "--to=mindspore", root, tmp_path / "weights", "--weights-only")
     assert_equal(reshard.open(tmp_path / "weights"), {"w": FULL["w"]})
     for number, (option, said) in enumerate((("--drop", BUCKET), ("--exclude", "of 1 tensor (1 tensor left out)"))):
-        done("unify", root, tmp_path / f"{number}", option, "optimizer.*")
+        done("convert", "--to=mindspore", root, tmp_path / f"{number}", option, "optimizer.*")
         assert_equal(reshard.open(tmp_path / f"{number}"), {"w": FULL["w"]})
         assert reshard.verify(tmp_path / f"{number}").equal
         assert said in done("verify", tmp_path / f"{number}", "--against", root).stdout
@@ -310,7 +312,7 @@ def test_buckets_of_megatrons_optimizer(tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert "is a bucket of Megatron's optimizer" in result.stdout
     for name, target in (("whole", None), ("rows", rows)):
-        reshard.plan(found, target, format="dcp").run(tmp_path / name, fsync=False)
+        reshard.plan(found, target, to="dcp").run(tmp_path / name, fsync=False)
         assert_equal(reshard.open(tmp_path / name), {"w": FULL["w"], BUCKET: FULL["b"]})
         assert reshard.verify(tmp_path / name, against=root).equal
         assert reshard.open(tmp_path / name)._record.extras.bound
@@ -321,7 +323,7 @@ def test_buckets_are_carried_as_they_are(tmp_path: Path) -> None:
     items = [("w", WHOLE, item(FULL["w"])), (BUCKET, ((0,), (5,)), item(FULL["b"]))]
     root = write_torch(tmp_path / "src", FULL | {BUCKET: FULL["b"]}, {0: items}, planner_data=None)
     cast = ["--cast", "float32=float64"]
-    done("transform", root, tmp_path / "cast", "--format", "dcp", *cast)
+    done("convert", root, tmp_path / "cast", "--to", "dcp", *cast)
     assert_equal(reshard.open(tmp_path / "cast"), {"w": FULL["w"].astype(np.float64), BUCKET: FULL["b"]})
     done("verify", tmp_path / "cast")
     done("verify", tmp_path / "cast", "--against", root, *cast)
@@ -330,10 +332,10 @@ def test_buckets_are_carried_as_they_are(tmp_path: Path) -> None:
     assert "w" in [line.split(":")[0].split()[-1] for line in result.stdout.splitlines()], result.stdout
     idle = reshard.Selection(exclude=("w",), cast={"float32": "float64"})
     with refused(UsageError, "no-effect", "float32"):
-        reshard.plan(reshard.open(root), format="dcp", selection=idle)
+        reshard.plan(reshard.open(root), to="dcp", selection=idle)
     renamed = reshard.Selection(name_map={BUCKET: "x"})
-    for files in (reshard.DCP(), reshard.DCP(link=True)):
-        plan = reshard.plan(reshard.open(root), files=files, selection=renamed)
+    for files in (DCP(), DCP(link=True)):
+        plan = plan_with(reshard.open(root), files=files, selection=renamed)
         said = f"{BUCKET}: has another name in the target, by which no training looks for it"
         assert said in plan.warnings
 
@@ -372,10 +374,10 @@ def test_real_ones_that_megatron_kept_flattened_become_whole(mindspore_data: Pat
     name = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"
     assert source.tensors[name].spec.shape == (2, 10, 6)
     assert len(source.tensors[name].sharding.blocks) == 16
-    done("unify", root / "checkpoint", tmp_path / "hf", "--style", "huggingface")
-    done("unify", root / "checkpoint", tmp_path / "whole", "--format", "dcp")
+    done("convert", root / "checkpoint", tmp_path / "hf", "--to", "hf")
+    done("convert", root / "checkpoint", tmp_path / "whole", "--to", "dcp")
     rows = Strategy.from_rules({name: value.shape for name, value in full.items()}, {"dp": 2}, {"*": ["shard(1)"]})
-    reshard.plan(source, rows, format="dcp").run(tmp_path / "rows", fsync=False)
+    reshard.plan(source, rows, to="dcp").run(tmp_path / "rows", fsync=False)
     for target in ("hf", "whole", "rows"):
         assert_equal(reshard.open(tmp_path / target), full)
         assert reshard.verify(tmp_path / target, against=root / "checkpoint").equal

@@ -41,11 +41,11 @@ def test_items_that_are_zstd_streams(tmp_path: Path, checksum: bool) -> None:
     source = reshard.open(root)
     assert_equal(source, full)
     rows = Strategy.of({name: Layout.of([2], [0, -1]) for name in ("w", "v")})
-    reshard.plan(source, rows, format="safetensors", memory=200_000_000).run(tmp_path / "rows", fsync=False)
+    reshard.plan(source, rows, to="safetensors", memory=200_000_000).run(tmp_path / "rows", fsync=False)
     assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
     assert reshard.verify(tmp_path / "rows").equal
     columns = Strategy.of({name: Layout.of([4], [-1, 0]) for name in ("w", "v")})
-    reshard.plan(source, columns, format="safetensors").run(tmp_path / "columns", fsync=False)
+    reshard.plan(source, columns, to="safetensors").run(tmp_path / "columns", fsync=False)
     assert_equal(reshard.open(tmp_path / "columns", strategy=columns), full)
     with refused(BudgetError, "not-enough-memory", "'w'", "memory="):
         reshard.plan(source, rows, memory=85_000_000)

@@ -25,12 +25,12 @@ def test_forth_and_back(mindspore_data: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     words = [*LLAMA, "--model-config", config, "--let", "divisor=16"]
-    done("unify", case.checkpoint, tmp_path / "hf", "--style", "huggingface", *words)
+    done("convert", case.checkpoint, tmp_path / "hf", "--to", "hf", *words)
     assert_arrays(reshard.open(tmp_path / "hf"), case.hf)
     done("verify", tmp_path / "hf")
     done("verify", tmp_path / "hf", "--against", case.checkpoint, *words)
     shutil.copy(config, tmp_path / "hf")  # where a set of Hugging Face has it
-    done("unify", tmp_path / "hf", tmp_path / "back", "--format", "dcp", *LLAMA, "--let", "divisor=16")
+    done("convert", tmp_path / "hf", tmp_path / "back", "--to", "dcp", *LLAMA, "--let", "divisor=16")
     assert_arrays(reshard.open(tmp_path / "back"), case.back)
     (tmp_path / "back" / "__0_0.distcp").write_bytes(
         (tmp_path / "back" / "__0_0.distcp")
@@ -56,13 +56,22 @@ def test_a_saved_plan(mindspore_data: Path, tmp_path: Path) -> None:
 
 def test_what_is_said_of_wrong_options(mindspore_data: Path, tmp_path: Path) -> None:
     case = truth(mindspore_data, "mcore_tp2_pp2")
-    failed(4, "unknown-number", "unify", case.checkpoint, tmp_path / "out", *LLAMA, places=("config.vocab_size",))
+    failed(
+        4,
+        "unknown-number",
+        "convert",
+        "--to=mindspore",
+        case.checkpoint,
+        tmp_path / "out",
+        *LLAMA,
+        places=("config.vocab_size",),
+    )
     for code, words, place in (
         ("not-found", ["--rules", "lama-hf-mcore"], "lama-hf-mcore"),
         ("missing-option", ["--let", "heads=4"], "--rules FILE"),
         ("usage", [*LLAMA, "--let", "heads=four"], "heads=four"),
     ):
-        failed(2, code, "unify", case.checkpoint, tmp_path / "out", *words, places=(place,))
+        failed(2, code, "convert", "--to=mindspore", case.checkpoint, tmp_path / "out", *words, places=(place,))
     assert not (tmp_path / "out").exists()
 
 
@@ -83,7 +92,7 @@ def test_names_beside_rules_are_those_that_they_make(mindspore_data: Path, tmp_p
     words = [*LLAMA, "--model-config", tmp_path / "config.json", "--weights-only"]
     (tmp_path / "names.json").write_text(json.dumps({"model.layers.*.mlp.*_proj.weight": "h.*.*"}))
     chosen = ["--include", "model.layers.*", "--exclude", "*.self_attn.*", "--name-map", tmp_path / "names.json"]
-    done("unify", case.checkpoint, tmp_path / "out", *words, *chosen)
+    done("convert", "--to=mindspore", case.checkpoint, tmp_path / "out", *words, *chosen)
     expected = {
         name.replace("model.layers.", "h.").replace(".mlp.", ".").replace("_proj.weight", "") if "_proj" in name
         else name: value
@@ -94,12 +103,25 @@ def test_names_beside_rules_are_those_that_they_make(mindspore_data: Path, tmp_p
     assert_arrays(reshard.open(tmp_path / "out"), expected)
     done("verify", tmp_path / "out", "--against", case.checkpoint, *words, *chosen)
     for option, name in (("--include", "decoder.layers.*"), ("--exclude", "decoder.final_layernorm.weight")):
-        before = failed(2, "no-match", "unify", case.checkpoint, tmp_path / "other", *words, option, name)
-        neither = failed(2, "no-match", "unify", case.checkpoint, tmp_path / "other", *words, option, "x")
+        before = failed(
+            2, "no-match", "convert", "--to=mindspore", case.checkpoint, tmp_path / "other", *words, option, name
+        )
+        neither = failed(
+            2, "no-match", "convert", "--to=mindspore", case.checkpoint, tmp_path / "other", *words, option, "x"
+        )
         assert ("rules" in before.stderr, "rules" in neither.stderr) == (True, False)
     (tmp_path / "names.json").write_text(json.dumps({"decoder.final_layernorm.weight": "norm"}))
     words += ["--name-map", tmp_path / "names.json"]
-    failed(2, "no-match", "unify", case.checkpoint, tmp_path / "other", *words, places=("decoder.final", "rules"))
+    failed(
+        2,
+        "no-match",
+        "convert",
+        "--to=mindspore",
+        case.checkpoint,
+        tmp_path / "other",
+        *words,
+        places=("decoder.final", "rules"),
+    )
 
 
 def test_tensors_without_a_rule_are_left_out_by_drop(tmp_path: Path) -> None:
@@ -124,7 +146,7 @@ def _load(folder: Path) -> dict[str, Any]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-@pytest.mark.parametrize("command", ["transform", "unify", "plan", "verify"])
+@pytest.mark.parametrize("command", ["convert", "plan", "verify"])
 def test_help_says_which_names_go_beside_rules(command: str) -> None:
     """Where rules are explained, and with each option that takes names."""
     text = " ".join(done(command, "--help-all").stdout.split())

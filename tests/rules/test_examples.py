@@ -23,7 +23,7 @@ from orbax_files import maxtext, write_orbax
 from truths import assert_arrays
 
 import reshard
-from reshard import HuggingFaceSet, Layout, Rules, Selection, Strategy
+from reshard import Layout, Rules, Selection, Strategy
 from reshard.rules import rules as of_rules
 
 if TYPE_CHECKING:
@@ -477,9 +477,9 @@ def test_transformers_loads_what_comes_back(tmp_path: Path) -> None:
     rows = Strategy.of({
         name: Layout.of([2], [*[-1] * (tensor.ndim - 2), 0, -1]) for name, tensor in made.items() if tensor.ndim > 1
     })  # fmt: skip
-    reshard.plan(made, rows, format="dcp").run(mcore, fsync=False)
+    reshard.plan(made, rows, to="dcp").run(mcore, fsync=False)
     selection = Selection(rules=rules)
-    reshard.plan(reshard.open(mcore), files=HuggingFaceSet(), format="safetensors", selection=selection).run(back)
+    reshard.plan(reshard.open(mcore), to="hf", selection=selection).run(back)
     (back / "config.json").write_bytes((hf / "config.json").read_bytes())
     assert_arrays(reshard.open(back), {name: np.asarray(array) for name, array in source.items()})
     ran = subprocess.run([TORCH, "-c", LOGITS, hf, back], capture_output=True, text=True, check=False)

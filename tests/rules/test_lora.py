@@ -24,19 +24,20 @@ from adapters import (
     weights,
     written,
 )
-from checkpoints import assert_rank_files, tree, write_file, write_ranks
+from checkpoints import assert_rank_files, plan_with, tree, write_file, write_ranks
 from commands import call, done, least_memory
 from dcp_files import item, write_torch
 from refusals import failed, refused
 from samples import slow
 
 import reshard
-from reshard import Cipher, HuggingFaceSet, Layout, LoRA, Rules, Selection, Strategy, ZarrGroup
+from reshard import Cipher, Layout, LoRA, Rules, Selection, Strategy
 from reshard.core.model.checkpoint import Shard, Tensor
 from reshard.core.model.entries import Extent
 from reshard.core.plan import budget
 from reshard.core.storage.cipher import store_of
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -209,7 +210,7 @@ def test_weights_that_lie_in_strides(tmp_path: Path) -> None:
     expected = merged(model, pairs) | {"model.embed.weight": total}
     found = source.merge_lora(save(tmp_path / "adapter", pairs | embedding))
     assert_arrays(found, expected)
-    reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    reshard.plan(found, to="hf").run(tmp_path / "hf", fsync=False)
     assert_arrays(reshard.open(tmp_path / "hf"), expected)
 
 
@@ -267,29 +268,29 @@ def test_zarr_encrypted_and_dcp_sources(
 ) -> None:
     """The store is around that which decodes or decrypts; and what comes may be a zarr store."""
     files = ZarrGroup(chunk_size=512, compression="zstd")
-    reshard.plan(base, files=files).run(tmp_path / "base.zarr", fsync=False)
+    plan_with(base, files=files).run(tmp_path / "base.zarr", fsync=False)
     encoded = reshard.open(tmp_path / "base.zarr")
     assert_arrays(encoded.merge_lora(lora), EXPECTED)
     with monkeypatch.context() as patch:
         patch.setattr(budget, "TASK_BYTES", 2000)
         patch.setattr(budget, "BAND_BYTES", 500)
-        plan = reshard.plan(encoded, format="safetensors", selection=Selection(lora=lora))
+        plan = reshard.plan(encoded, to="safetensors", selection=Selection(lora=lora))
         assert plan.stats.tasks > 5  # and the source of later ones is prefetched
         plan.run(tmp_path / "tasks", threads=1, fsync=False)
     assert_arrays(reshard.open(tmp_path / "tasks"), EXPECTED)
     cipher = Cipher("AES-GCM", bytes(16))
-    reshard.plan(base, format="ckpt", target_cipher=cipher).run(tmp_path / "sealed", fsync=False)
+    reshard.plan(base, to="ckpt", target_cipher=cipher).run(tmp_path / "sealed", fsync=False)
     sealed = reshard.open(tmp_path / "sealed", cipher=cipher)
     assert_arrays(sealed.merge_lora(lora), EXPECTED)
     assert sealed.merge_lora(lora)._record.cipher is not None
-    reshard.plan(base, format="dcp").run(tmp_path / "dcp", fsync=False)
+    reshard.plan(base, to="dcp").run(tmp_path / "dcp", fsync=False)
     saved = reshard.open(tmp_path / "dcp")
     assert_arrays(saved.merge_lora(lora), EXPECTED)
-    reshard.plan(saved, format="dcp", selection=Selection(lora=lora)).run(tmp_path / "other", fsync=False)
+    reshard.plan(saved, to="dcp", selection=Selection(lora=lora)).run(tmp_path / "other", fsync=False)
     assert_arrays(reshard.open(tmp_path / "other"), EXPECTED)
     assert reshard.verify(tmp_path / "other").equal
     with refused(UsageError, "not-linkable", "adapter"):
-        reshard.plan(saved, files=reshard.DCP(link=True), selection=Selection(lora=lora))
+        reshard.plan(saved, to="dcp", link=True, selection=Selection(lora=lora))
     base.merge_lora(lora).to_zarr(tmp_path / "out.zarr", compression="zstd")
     assert_arrays(reshard.open(tmp_path / "out.zarr"), EXPECTED)
     assert reshard.verify(tmp_path / "out.zarr").equal
@@ -315,7 +316,7 @@ def test_a_weight_of_several_stages(tmp_path: Path) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", written(model), strategy), strategy=strategy)
     pairs = matrices(model, ("model.embed_tokens", "model.layers.0.q_proj"))
     selection = Selection(lora=save(tmp_path / "lora", pairs))
-    reshard.plan(source, format="safetensors", selection=selection).run(tmp_path / "out", fsync=False)
+    reshard.plan(source, to="safetensors", selection=selection).run(tmp_path / "out", fsync=False)
     assert_arrays(reshard.open(tmp_path / "out"), merged(model, pairs))
     assert reshard.verify(tmp_path / "out").equal
 
@@ -325,7 +326,7 @@ def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoin
     pairs = matrices(model)
     source = reshard.open(write_file(tmp_path / "wide.safetensors", model))
     selection = Selection(cast={"float32": "bfloat16"}, lora=lora)
-    reshard.plan(source, files=HuggingFaceSet(), format="safetensors", selection=selection).run(tmp_path / "out")
+    reshard.plan(source, to="hf", selection=selection).run(tmp_path / "out")
     expected = {name: one.astype(BF16) for name, one in merged(model, pairs).items()}
     assert_arrays(reshard.open(tmp_path / "out"), expected)
     for cast in ({"bf16": "f16"}, {"bf16": "f32"}):
@@ -441,7 +442,8 @@ def test_commands(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     merged_text = 'LoRA adapter "lora" merged into 3 weights'
     assert f"\n  changed: {merged_text}\n" in done("plan", base.root, "--lora", lora.root).output
     assert (
-        f"\n  changed: {merged_text}\n" in done("transform", base.root, out, "--lora", lora.root, "--no-fsync").output
+        f"\n  changed: {merged_text}\n"
+        in done("convert", base.root, out, "--lora", lora.root, "--tune=fsync=no").output
     )
     assert_rank_files(out, written(EXPECTED), None)
     for options in ([], ["--against", base.root], ["--against", base.root, "--lora", lora.root]):
@@ -450,14 +452,14 @@ def test_commands(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
             in done("verify", out, *options).output
         )
     done("plan", base.root, "--lora", lora.root, "--lora-alpha", "8", "-o", plan)
-    done("run", plan, tmp_path / "ran", "--no-fsync")
+    done("run", plan, tmp_path / "ran", "--tune=fsync=no")
     assert_rank_files(tmp_path / "ran", written(merged(weights(), matrices(weights()), 8 / RANK)), None)
-    done("unify", base.root, tmp_path / "set", "--style", "hf", "--lora", lora.root, "--no-fsync")
+    done("convert", base.root, tmp_path / "set", "--to", "hf", "--lora", lora.root, "--tune=fsync=no")
     assert_arrays(reshard.open(tmp_path / "set"), EXPECTED)
     failed(
         2,
         "missing-option",
-        "transform",
+        "convert",
         base.root,
         tmp_path / "no",
         "--lora-alpha",
@@ -470,9 +472,9 @@ def test_alpha_is_never_guessed(tmp_path: Path, base: reshard.Checkpoint) -> Non
     lora = save(tmp_path / "lora", matrices(weights()), lora_alpha=...)
     with refused(SourceError, "missing-alpha", "lora_alpha", "alpha=... to reshard.LoRA"):
         base.merge_lora(lora)
-    command = ("transform", base.root, tmp_path / "out", "--lora", lora.root, "--dry-run")
+    command = ("convert", base.root, tmp_path / "out", "--lora", lora.root, "--dry-run")
     failed(4, "missing-alpha", *command, places=("lora_alpha", "--lora-alpha"))
     for bad in (float("nan"), float("inf"), 1e300, 10**400, "16", True):
         with refused(UsageError, "bad-value", "alpha"):
             LoRA(lora.root, bad)  # type: ignore[arg-type]
-    assert call("transform", base.root, tmp_path / "out", "--lora", lora.root, "--lora-alpha", "nan").exit_code == 2
+    assert call("convert", base.root, tmp_path / "out", "--lora", lora.root, "--lora-alpha", "nan").exit_code == 2

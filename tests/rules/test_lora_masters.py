@@ -66,7 +66,7 @@ def test_zero(tmp_path: Path, stage: int, dtype: str) -> None:
     opened = reshard.open(tmp_path / "run")
     assert_same(opened.merge_lora(lora), expected)
     assert_same(opened.sel("fp32.*").merge_lora(lora), expected)
-    command = ("convert", tmp_path / "run", "--to", "hf", "--lora", lora.root, "--no-fsync")
+    command = ("convert", tmp_path / "run", "--to", "hf", "--lora", lora.root, "--tune=fsync=no")
     for number, options in enumerate((("--include", "fp32.*"), ("--weights-only",), ())):
         out = tmp_path / f"out{number}"
         done(*command[:2], out, *command[2:], *options)

@@ -75,7 +75,7 @@ def test_copies_of_embeddings(tmp_path: Path, peft: Path, name: str, monkeypatch
     monkeypatch.setattr(budget, "BAND_BYTES", 96)
     monkeypatch.setattr(budget, "TASK_BYTES", 800)
     monkeypatch.setattr(low_rank, "_COPY_BYTES", 100)
-    done("unify", case / "base", tmp_path / "set", "--style", "hf", "--lora", lora.root, "--no-fsync")
+    done("convert", case / "base", tmp_path / "set", "--to", "hf", "--lora", lora.root, "--tune=fsync=no")
     assert_arrays(reshard.open(tmp_path / "set"), merged(case))
     done("verify", tmp_path / "set")
 
@@ -112,7 +112,7 @@ def changed(case: Path, into: Path, name: str, at: tuple[int, ...], value: Array
 @pytest.mark.parametrize("at", [(0, 0), (31, 15)])
 def test_another_embedding(tmp_path: Path, peft: Path, case: str, name: str, at: tuple[int, ...]) -> None:
     base = changed(peft / case, tmp_path / "base", name, at)
-    command = ("transform", base, tmp_path / "out", "--lora", peft / case / "adapter")
+    command = ("convert", base, tmp_path / "out", "--lora", peft / case / "adapter")
     failed(4, "different-model", *command, places=(name, base))
     assert not tree(tmp_path / "out")
 
@@ -229,7 +229,7 @@ def test_tied_weights(tmp_path: Path, peft: Path, name: str, base: str) -> None:
     with refused(UsageError, "tied-weights", HEAD, EMBEDDING, "tied='untie' to reshard.LoRA", "tied='both'"):
         source.merge_lora(LoRA(str(adapter)))
 
-    command = ("unify", case / base, tmp_path / "no", "--style", "hf", "--lora", adapter)
+    command = ("convert", case / base, tmp_path / "no", "--to", "hf", "--lora", adapter)
     failed(2, "tied-weights", *command, places=(HEAD, EMBEDDING, "--lora-tied untie", "--lora-tied both"))
     assert not (tmp_path / "no").exists()
 
@@ -239,8 +239,8 @@ def test_tied_weights(tmp_path: Path, peft: Path, name: str, base: str) -> None:
     for choice, expected in (("both", both), ("untie", untied(case))):
         assert_arrays(source.merge_lora(LoRA(str(adapter), tied=choice)), expected)
         result = done(
-            "unify", case / base, tmp_path / choice, "--style", "hf", "--lora", adapter, "--lora-tied", choice,
-            "--no-fsync",
+            "convert", case / base, tmp_path / choice, "--to", "hf", "--lora", adapter, "--lora-tied", choice,
+            "--tune=fsync=no",
         )  # fmt: skip
         assert ("tie_word_embeddings" in result.stderr) == (choice == "untie")
         assert_arrays(reshard.open(tmp_path / choice), expected)
@@ -283,11 +283,11 @@ def test_a_plan_file_has_the_choice(tmp_path: Path, peft: Path) -> None:
     case = peft / "tied_head"
     target = ("--lora", case / "adapter", "--lora-tied", "untie")
     done("plan", case / "base", *target, "-o", tmp_path / "plan.json")
-    done("run", tmp_path / "plan.json", tmp_path / "out", "--no-fsync")
+    done("run", tmp_path / "plan.json", tmp_path / "out", "--tune=fsync=no")
     assert_arrays(reshard.open(tmp_path / "out"), untied(case))
-    assert call("transform", case / "base", tmp_path / "out", *target[:3], "both").exit_code == 6
+    assert call("convert", case / "base", tmp_path / "out", *target[:3], "both").exit_code == 6
     for options in (("--lora-tied", "both"), (*target[:3], "neither")):
-        assert call("transform", case / "base", tmp_path / "no", *options).exit_code == 2
+        assert call("convert", case / "base", tmp_path / "no", *options).exit_code == 2
     with refused(UsageError, "bad-value", "'x'"):
         LoRA("adapter", tied="x")
 
@@ -334,7 +334,7 @@ def test_tied_dtensors(tmp_path: Path) -> None:
     after = plain_merge(model, matrices(model, ("lm_head",)))
     for tied, embedding in (("both", after[HEAD]), ("untie", model[HEAD])):
         selection = Selection(lora=LoRA(lora.root, tied=tied))
-        reshard.plan(source, format="safetensors", selection=selection).run(tmp_path / tied, fsync=False)
+        reshard.plan(source, to="safetensors", selection=selection).run(tmp_path / tied, fsync=False)
         assert_arrays(reshard.open(tmp_path / tied), {**after, EMBEDDING: embedding})
         assert reshard.verify(tmp_path / tied).equal
 
@@ -379,7 +379,7 @@ def test_views_in_columns_and_transposed(tmp_path: Path, choice: str) -> None:
         after |= {"qkv.weight": np.concatenate([after[f"{name}.weight"] for name in "qkv"], axis=1)}
     found = reshard.open(tmp_path / "views.pt").merge_lora(LoRA(lora.root, tied=choice))
     assert_arrays(found, after)
-    reshard.plan(found, format="safetensors").run(tmp_path / "out", fsync=False)
+    reshard.plan(found, to="safetensors").run(tmp_path / "out", fsync=False)
     assert_arrays(reshard.open(tmp_path / "out"), after)
 
 

@@ -195,7 +195,7 @@ def test_at_the_command_line(tmp_path: Path) -> None:
     write_file(tmp_path / "hf" / "model.safetensors", model(range(2)))
     content = {"reshard-rules": 1, "sides": ["a", "b"], "rules": PLAIN}
     (tmp_path / "rules.yaml").write_text(json.dumps(content))
-    words = ["unify", tmp_path / "hf", tmp_path / "out", "--rules", tmp_path / "rules.yaml"]
+    words = ["convert", "--to=mindspore", tmp_path / "hf", tmp_path / "out", "--rules", tmp_path / "rules.yaml"]
     for count, place in ((3, tmp_path / "hf"), (2, tmp_path)):
         (place / "config.json").write_text(json.dumps({"num_hidden_layers": count}))
     assert call(*words).exit_code == 4

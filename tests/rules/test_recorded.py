@@ -15,7 +15,7 @@ from truths import CASES, STATE, Truth, assert_arrays, made, truth
 from written_dcp import assert_whole
 
 import reshard
-from reshard import Checkpoint2, HuggingFaceSet, Layout, Selection, Strategy
+from reshard import Layout, Selection, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,15 +65,13 @@ def test_from_what_megatron_wrote_and_back(case: Truth, tmp_path: Path) -> None:
     derived = source.derive(case.rules)
     assert_arrays(derived, case.hf)
     selection = Selection(rules=case.rules)
-    reshard.plan(source, files=HuggingFaceSet(), format="safetensors", selection=selection).run(
-        tmp_path / "hf", fsync=False
-    )
+    reshard.plan(source, to="hf", selection=selection).run(tmp_path / "hf", fsync=False)
     assert read_set(tmp_path / "hf") == bits_of(case.hf)
     assert reshard.verify(tmp_path / "hf").equal, "by what the ledger says that it was made from"
     assert reshard.verify(tmp_path / "hf", against=source, selection=selection).equal
     back = reshard.open(tmp_path / "hf").derive(case.rules)
     assert_arrays(back, case.back)
-    reshard.plan(back, format="dcp").run(tmp_path / "dcp", fsync=False)
+    reshard.plan(back, to="dcp").run(tmp_path / "dcp", fsync=False)
     assert_whole(tmp_path / "dcp", of_dtypes(case.back))
     assert reshard.verify(tmp_path / "dcp").equal
     assert reshard.verify(tmp_path / "dcp", against=back).equal
@@ -98,13 +96,11 @@ def test_to_every_kind_of_target(case: Truth, tmp_path: Path) -> None:
     hf = tensor_parallel(case.hf)
     source = reshard.open(write_ranks(tmp_path / "hf", case.hf, hf), strategy=hf)
     derived, layouts = source.derive(case.rules), tensor_parallel(case.back)
-    reshard.plan(derived, format="zarr").run(tmp_path / "zarr", fsync=False)
+    reshard.plan(derived, to="zarr").run(tmp_path / "zarr", fsync=False)
     assert_arrays(reshard.open(tmp_path / "zarr"), case.back)
-    reshard.plan(derived, layouts, format="dcp").run(tmp_path / "dcp", fsync=False)
+    reshard.plan(derived, layouts, to="dcp").run(tmp_path / "dcp", fsync=False)
     assert_whole(tmp_path / "dcp", of_dtypes(case.back))
-    reshard.plan(derived, layouts, files=Checkpoint2(step=4), format="safetensors").run(
-        tmp_path / "checkpoint2", fsync=False
-    )
+    reshard.plan(derived, layouts, to="checkpoint2", target_step=4).run(tmp_path / "checkpoint2", fsync=False)
     assert_arrays(reshard.open(tmp_path / "checkpoint2"), case.back)
     for target in ("zarr", "dcp", "checkpoint2"):
         assert reshard.verify(tmp_path / target).equal, target
@@ -139,7 +135,7 @@ def test_a_state_alone_and_some_tensors(mindspore_data: Path, tmp_path: Path) ->
 def test_a_plan_file_has_its_rules(mindspore_data: Path, tmp_path: Path) -> None:
     case = truth(mindspore_data, "mcore_tp2_pp2")
     plan = reshard.plan(
-        reshard.open(case.checkpoint), tensor_parallel(case.hf), format="safetensors",
+        reshard.open(case.checkpoint), tensor_parallel(case.hf), to="safetensors",
         selection=Selection(rules=case.rules),
     )  # fmt: skip
     plan.save(tmp_path / "plan.json")
@@ -159,9 +155,7 @@ def test_at_urls(mindspore_data: Path, tmp_path: Path) -> None:
         selection = Selection(rules=case.rules)
         source = reshard.open("memory://rules/dcp")
         assert_arrays(source.derive(case.rules), case.hf)
-        reshard.plan(source, files=HuggingFaceSet(), format="safetensors", selection=selection).run(
-            "memory://rules/hf", fsync=False
-        )
+        reshard.plan(source, to="hf", selection=selection).run("memory://rules/hf", fsync=False)
         assert reshard.verify("memory://rules/hf").equal
         assert_arrays(reshard.open("memory://rules/hf").derive(case.rules), case.back)
     finally:
@@ -174,7 +168,7 @@ def test_on_a_cluster(mindspore_data: Path, tmp_path: Path) -> None:
 
     case = truth(mindspore_data, "mcore_tp2_pp2")
     plan = reshard.plan(
-        reshard.open(case.checkpoint), tensor_parallel(case.hf), format="safetensors",
+        reshard.open(case.checkpoint), tensor_parallel(case.hf), to="safetensors",
         selection=Selection(rules=case.rules),
     )  # fmt: skip
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:

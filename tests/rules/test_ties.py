@@ -49,7 +49,7 @@ def written(tmp_path: Path, **arrays: Array) -> list[str | Path]:
 def test_one_element_is_found_by_verify(tmp_path: Path) -> None:
     """Against the source by its name, and by the ledger; in JSON with its place."""
     source, out, *words = written(tmp_path, **tensors(same=False))
-    ran = done("unify", source, out, *words)
+    ran = done("convert", "--to=mindspore", source, out, *words)
     assert "samples" in ran.stderr
     for ways in ([], ["--against", source, *words]):
         told = call("verify", out, *ways, "--json")
@@ -60,14 +60,14 @@ def test_one_element_is_found_by_verify(tmp_path: Path) -> None:
         text = call("verify", out, *ways)
         assert text.exit_code == 3
         assert "'emb'" in text.stdout
-    done("unify", source, tmp_path / "less", *words, "--exclude", "shared")
+    done("convert", "--to=mindspore", source, tmp_path / "less", *words, "--exclude", "shared")
     done("verify", tmp_path / "less", "--against", source, *words, "--exclude", "shared")
 
 
 def test_equal_ones(tmp_path: Path) -> None:
     """All of both is read, and all that is read is counted."""
     source, out, *words = written(tmp_path, **tensors(same=True))
-    assert "samples" in done("unify", source, out, *words).stderr
+    assert "samples" in done("convert", "--to=mindspore", source, out, *words).stderr
     told = json.loads(done("verify", out, "--json").stdout)
     assert told["bytes_read"] >= 4 * 4096 * 256 * 4
     assert reshard.verify(out, against=source, selection=Selection(rules=TIE), sample=0.1).equal
@@ -75,7 +75,7 @@ def test_equal_ones(tmp_path: Path) -> None:
 
 def test_small_ones_are_compared_whole(tmp_path: Path) -> None:
     source, out, *words = written(tmp_path, **tensors(same=True, rows=64))
-    assert "samples" not in done("unify", source, out, *words).stderr
+    assert "samples" not in done("convert", "--to=mindspore", source, out, *words).stderr
     with refused(SourceError, "not-equal", "'emb'", "'head'"):
         reshard.open(write_file(tmp_path / "other.safetensors", tensors(same=False, rows=64))).derive(TIE)
 

@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_ranks(tmp_path / "src", FULL, TWO)
     reshard.write_strategy(TWO, tmp_path / "two.ckpt")
     write_file(tmp_path / "one" / "rank_0" / "net.safetensors", FULL)
-    done("unify", tmp_path / "one" / "rank_0" / "net.safetensors", tmp_path / "z.zarr")
+    done("convert", tmp_path / "one" / "rank_0" / "net.safetensors", tmp_path / "z.zarr")
     (tmp_path / "link").symlink_to("src")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -37,21 +37,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        "transform src src/rank_0 --source-strategy two.ckpt",
-        "transform src link/new --source-strategy two.ckpt",
-        "transform src . --source-strategy two.ckpt",
-        "transform src src/out --source-strategy two.ckpt --format dcp",
-        "unify src src/out --source-strategy two.ckpt --style checkpoint2 --target-step 3",
-        "unify src src/m.zarr --source-strategy two.ckpt",
-        "unify link src/set --source-strategy two.ckpt --style huggingface",
-        "unify src . --source-strategy two.ckpt",
-        "convert src src/rank_1 --format ckpt",
-        "convert src . --format ckpt",
-        "unify one one/out",
-        "convert one/rank_0 one/rank_0/rank_0 --format ckpt",
-        "convert one/rank_0 one --format ckpt",
-        "transform z.zarr z.zarr/w --target-strategy two.ckpt",
-        "unify z.zarr z.zarr/w/m.zarr",
+        "convert src src/rank_0 --source-strategy two.ckpt",
+        "convert src link/new --source-strategy two.ckpt",
+        "convert src . --source-strategy two.ckpt",
+        "convert src src/out --source-strategy two.ckpt --to dcp",
+        "convert src src/out --source-strategy two.ckpt --to checkpoint2 --target-step 3",
+        "convert src src/m.zarr --source-strategy two.ckpt",
+        "convert link src/set --source-strategy two.ckpt --to hf",
+        "convert --to=mindspore src . --source-strategy two.ckpt",
+        "convert src src/rank_1 --to ckpt",
+        "convert src . --to ckpt",
+        "convert --to=mindspore one one/out",
+        "convert one/rank_0 one/rank_0/rank_0 --to ckpt",
+        "convert one/rank_0 one --to ckpt",
+        "convert z.zarr z.zarr/w --target-strategy two.ckpt",
+        "convert z.zarr z.zarr/w/m.zarr",
     ],
 )
 @pytest.mark.parametrize("more", [[], ["--overwrite"], ["--dry-run"]])
@@ -83,17 +83,17 @@ def test_at_a_url(root: str, tmp_path: Path) -> None:
 
 def test_next_to_each_other_is_well(folder: Path) -> None:
     """Files are converted in place, ranks beside others of their run, and one file beside its source."""
-    done("convert", "src", "src", "--format", "ckpt")
-    done("convert", "one/rank_0/net.safetensors", "one/rank_0/new.ckpt", "--format", "ckpt")
-    done("unify", "one/rank_0/net.safetensors", "one/rank_0/m.zarr")
-    done("unify", "src", "src2", "--source-strategy", "two.ckpt", "--suffix", ".ckpt")
+    done("convert", "src", "src", "--to", "ckpt")
+    done("convert", "one/rank_0/net.safetensors", "one/rank_0/new.ckpt", "--to", "ckpt")
+    done("convert", "one/rank_0/net.safetensors", "one/rank_0/m.zarr")
+    done("convert", "--to=mindspore", "src", "src2", "--source-strategy", "two.ckpt", "--suffix", ".ckpt")
 
 
 @pytest.mark.parametrize("target", ["out.safetensors", "new/out.safetensors", "./out.safetensors"])
 def test_a_file_alone_has_nothing_beside_it(folder: Path, target: str) -> None:
     before = {path.relative_to(folder) for path in folder.rglob("*")}
     new = {"new"} if target.startswith("new") else set()
-    command = ["convert", "one/rank_0/net.safetensors", target, "--format", "safetensors"]
+    command = ["convert", "one/rank_0/net.safetensors", target, "--to", "safetensors"]
     done(*command)
     done(*command, "--overwrite")
     assert "nothing is left to do" in done(*command).output
@@ -104,7 +104,7 @@ def test_a_file_alone_has_nothing_beside_it(folder: Path, target: str) -> None:
 
 
 def test_a_file_alone_at_a_url_has_nothing_beside_it(folder: Path, root: str) -> None:
-    done("convert", "one/rank_0/net.safetensors", f"{root}/out.safetensors", "--format", "safetensors")
+    done("convert", "one/rank_0/net.safetensors", f"{root}/out.safetensors", "--to", "safetensors")
     fs, place = fsspec.core.url_to_fs(root)
     assert [path.rpartition("/")[2] for path in fs.find(place)] == ["out.safetensors"]
 
@@ -112,7 +112,7 @@ def test_a_file_alone_at_a_url_has_nothing_beside_it(folder: Path, root: str) ->
 def test_a_file_alone_that_failed_is_gone_on_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the next run needs stays until then."""
     before = {path.relative_to(folder) for path in folder.rglob("*")}
-    command = ["convert", "one/rank_0/net.safetensors", "out.ckpt", "--format", "ckpt"]
+    command = ["convert", "one/rank_0/net.safetensors", "out.ckpt", "--to", "ckpt"]
 
     def fail(*_: object, **__: object) -> None:
         raise TargetError("a full disk")
@@ -125,8 +125,8 @@ def test_a_file_alone_that_failed_is_gone_on_with(folder: Path, monkeypatch: pyt
 
 
 def test_a_file_alone_leaves_the_ledger_of_another_target(folder: Path) -> None:
-    done("transform", "src", "out", "--source-strategy", "two.ckpt", "--target-strategy", "two.ckpt")
+    done("convert", "src", "out", "--source-strategy", "two.ckpt", "--target-strategy", "two.ckpt")
     ledger = tree(folder / "out" / ".reshard")
-    done("convert", "one/rank_0/net.safetensors", "out/new.ckpt", "--format", "ckpt")
+    done("convert", "one/rank_0/net.safetensors", "out/new.ckpt", "--to", "ckpt")
     assert tree(folder / "out" / ".reshard") == ledger
     done("verify", "out")

@@ -70,7 +70,7 @@ def made(folder: Path) -> reshard.Plan:
 
 @pytest.fixture(scope="module")
 def expected(made: reshard.Plan, folder: Path) -> dict[str, bytes]:
-    made.run(folder / "by_threads", scheduler="threads")
+    made.run(folder / "by_threads", client="threads")
     return tree(folder / "by_threads")
 
 
@@ -132,7 +132,7 @@ def test_a_file_that_was_lost_is_made_anew_by_the_same_workers(
 def test_a_cluster_is_refused_before_anything_is_replaced(made: reshard.Plan, tmp_path: Path) -> None:
     """The same path leads to another directory on the worker; an index at a URL goes before what it is of."""
     source = reshard.open(f"/proc/self/cwd/{os.path.relpath(made._record.source.root)}", strategy=BEFORE)
-    plan = reshard.plan(source, files=reshard.HuggingFaceSet(200_000), format="safetensors")
+    plan = reshard.plan(source, to="hf", max_shard_size=200_000)
     url = "memory://refused-before-anything"
     plan.run(url)
     before = get(url)
@@ -404,7 +404,7 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
     reshard.write_strategy(BEFORE, tmp_path / "before.ckpt")
     reshard.write_strategy(AFTER, tmp_path / "after.ckpt")
     command = [
-        sys.executable, "-m", "reshard", "transform", made._record.source.root, "out",
+        sys.executable, "-m", "reshard", "convert", made._record.source.root, "out",
         "--source-strategy", "before.ckpt", "--target-strategy", "after.ckpt",
     ]  # fmt: skip
     done = subprocess.run([*command, "--cluster", "local:2"], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -416,11 +416,11 @@ def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, 
     assert done.returncode == 2
     assert "'local:0'" in done.stderr
     done = subprocess.run(
-        [*command, "--cluster", "tcp://h:1", "--scheduler", "threads"], cwd=tmp_path, capture_output=True, text=True,
+        [*command, "--cluster", "tcp://h:1", "--cluster", "threads"], cwd=tmp_path, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "--scheduler" in done.stderr
+    assert "--cluster" in done.stderr
 
 
 @pytest.mark.slow
@@ -448,7 +448,7 @@ def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, partition: str
     reshard.write_strategy(after, tmp_path / "after.ckpt")
     how = ["-m", "reshard"] if partition == "tensor" else [by_file.__file__]
     command = [
-        sys.executable, *how, "transform", "src", "out", "--source-strategy", "before.ckpt",
+        sys.executable, *how, "convert", "src", "out", "--source-strategy", "before.ckpt",
         "--target-strategy", "after.ckpt", "--cluster", "local:2",
     ]  # fmt: skip
     process = subprocess.Popen(

@@ -88,13 +88,13 @@ def test_tasks_of_assigned_arrays_are_not_joined(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(graph, "ENOUGH_TASKS", 2)
     source = reshard.open(write_ranks(tmp_path / "src", FULL, split(1, 0)))
     array = da.from_array(np.arange(4096, dtype=np.float32), chunks=256)
-    record = reshard.plan(source.assign({"layers.0.w": array}), format="safetensors")._record
+    record = reshard.plan(source.assign({"layers.0.w": array}), to="safetensors")._record
     assert len(record.tasks) >= 4
     assert joined(record) is record
 
 
 def test_a_collection_of_joined_tasks(plan: reshard.Plan, tmp_path: Path) -> None:
-    plan.run(tmp_path / "expected", scheduler="threads")
+    plan.run(tmp_path / "expected", client="threads")
     collection = plan.graph(tmp_path / "out")
     assert collection.kinds()["move"] == 8
     report = collection.compute()
@@ -107,10 +107,10 @@ def test_joined_tasks_at_a_url(plan: reshard.Plan, monkeypatch: pytest.MonkeyPat
     """A dask scheduler may use several processes."""
     monkeypatch.setattr(sending, "STREAMS_AT_ONCE", 1)
     source = reshard.Checkpoint(plan._record.source)
-    plan = reshard.plan(source, split(16, 1)) if format == "safetensors" else reshard.plan(source, format="zarr")
+    plan = reshard.plan(source, split(16, 1)) if format == "safetensors" else reshard.plan(source, to="zarr")
     urls = [f"memory://joined-{format}-{scheduler}" for scheduler in ("threads", "dask")]
-    plan.run(urls[0], scheduler="threads")
-    report = plan.run(urls[1], scheduler=dask.get)
+    plan.run(urls[0], client="threads")
+    report = plan.run(urls[1], client=dask.get)
     assert 8 <= sum(receipt.task.startswith("files") for receipt in report.receipts) < 16
     assert get(urls[0]) == get(urls[1])
 
@@ -120,7 +120,7 @@ def test_joined_tasks_on_a_cluster(plan: reshard.Plan, tmp_path: Path, monkeypat
     """Each has one receipt; one is lost with the worker that has it."""
     pytest.importorskip("distributed")
     monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
-    plan.run(tmp_path / "expected", scheduler="threads")
+    plan.run(tmp_path / "expected", client="threads")
     with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
         for by in ("tensor", "file"):
             told: list[Any] = []

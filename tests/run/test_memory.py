@@ -75,9 +75,9 @@ class Sources:
 
     def command(self, source: str, target: str | None, *options: str) -> Measured:
         """Run `reshard transform`, or another where the options begin with its name; remove what it wrote."""
-        command, *options = options if options and not options[0].startswith("-") else ("transform", *options)
+        command, *options = options if options and not options[0].startswith("-") else ("convert", *options)
         out = self.root / "out"
-        given = [str(self.root / source), str(out), "--no-fsync", "--json"]
+        given = [str(self.root / source), str(out), "--tune=fsync=no", "--json"]
         if command != "convert":
             given += ["--source-strategy", str(self.root / f"{source}.rows.ckpt")]
         if target:
@@ -111,17 +111,17 @@ RUNS = {
     "columns and cast": ("large", "columns", "--threads", "4", *CAST),
     "optimizer": ("large", "optimizer", "--threads", "4"),
     "ckpt": ("ckpt", "columns", "--threads", "4"),
-    "ckpt to safetensors": ("ckpt", "four", "--threads", "4", "--format", "safetensors"),
-    "unify": ("large", None, "unify", "--threads", "4"),
-    "convert": ("large", None, "convert", "--format", "ckpt", "--threads", "4"),
+    "ckpt to safetensors": ("ckpt", "four", "--threads", "4", "--to", "safetensors"),
+    "unify": ("large", None, "convert", "--to=mindspore", "--threads", "4"),
+    "convert": ("large", None, "convert", "--to", "ckpt", "--threads", "4"),
     "replicas": ("large", "replicas", "--threads", "4"),
     "remove redundancy": ("large", "replicas", "--threads", "4", "--remove-redundancy"),
     "link replicas": ("large", "replicas", "--threads", "4", "--link-replicas"),
-    "drop cache": ("large", "columns", "--threads", "4", "--drop-cache"),
+    "drop cache": ("large", "columns", "--threads", "4", "--tune=drop-cache=yes"),
     "5,000 tensors": ("small", "four", "--threads", "4"),
     "5,000 tensors by columns": ("small", "columns", "--threads", "1"),
-    "5,000 tensors converted": ("small", None, "convert", "--format", "ckpt"),
-    "5,000 tensors to a DCP": ("small", "columns", "--format", "dcp", "--threads", "1"),
+    "5,000 tensors converted": ("small", None, "convert", "--to", "ckpt"),
+    "5,000 tensors to a DCP": ("small", "columns", "--to", "dcp", "--threads", "1"),
 }
 
 
@@ -147,7 +147,7 @@ def test_tensors_that_are_transposed_are_no_more_than_said(sources: Sources, opt
     same = [{"a": name, "b": name} for name in MODEL.keys() - set(matrices)]
     turned = [{"a": name, "b": {"transpose": f"{name}.t"}} for name in matrices]
     rules.write_text(json.dumps({"reshard-rules": 1, "sides": ["a", "b"], "rules": same + turned}))
-    ran = sources.run("large", None, "unify", "--style", "huggingface", "--rules", str(rules), *options)
+    ran = sources.run("large", None, "convert", "--to", "hf", "--rules", str(rules), *options)
     assert ran.took.peak <= ran.predicted["peak_memory"] <= most
 
 
@@ -262,7 +262,7 @@ def test_the_peak_does_not_grow_with_the_bytes(tmp_path: Path, target: str) -> N
         for which, name in (("source", "rows"), ("target", target)):
             reshard.write_strategy(every[name], root / f"{which}.ckpt")
             options += [f"--{which}-strategy", str(root / f"{which}.ckpt")]
-        command = [*RESHARD, "transform", str(root / "source"), str(root / "out"), *options, "--no-fsync", "--quiet"]
+        command = [*RESHARD, "convert", str(root / "source"), str(root / "out"), *options, "--tune=fsync=no", "--quiet"]
         took = measured(*command, "--threads", "4")
         assert took.code == 0, took.err
         assert sum(path.stat().st_blocks * 512 for path in (root / "out").rglob("*.safetensors")) >= nbytes
@@ -279,7 +279,16 @@ def test_the_items_of_a_distributed_checkpoint_are_predicted(tmp_path: Path, bud
     boxes = {rank: [(name, ((rank, 0), (1, 4)), made) for name in tensors] for rank in range(128)}
     write_torch(tmp_path / "dcp", tensors, boxes)
     options = ["--memory", budget] if budget else []
-    took = measured(*RESHARD, "unify", str(tmp_path / "dcp"), str(tmp_path / "out"), "--no-fsync", "--json", *options)
+    took = measured(
+        *RESHARD,
+        "convert",
+        "--to=mindspore",
+        str(tmp_path / "dcp"),
+        str(tmp_path / "out"),
+        "--tune=fsync=no",
+        "--json",
+        *options,
+    )
     assert took.code == 0, took.err
     predicted = json.loads(took.out)["peak_memory"]
     assert took.peak <= predicted <= 2 * took.peak + 40e6
@@ -306,7 +315,7 @@ STRIDED = [("", []), ("72MB", ["--threads", "8"]), ("100MB", []), ("160MB", ["--
 @pytest.mark.parametrize(("budget", "more"), sampled([*STRIDED, ("100MB", ["--cast", "float32=bfloat16"])], 3))
 def test_tensors_in_strides_are_predicted(strided: Path, tmp_path: Path, budget: str, more: list[str]) -> None:
     options = [*more, *(["--memory", budget] if budget else [])]
-    given = ["transform", str(strided / "dcp"), str(tmp_path / "out"), "--format", "dcp", "--no-fsync", "--json"]
+    given = ["convert", str(strided / "dcp"), str(tmp_path / "out"), "--to", "dcp", "--tune=fsync=no", "--json"]
     took = measured(*RESHARD, *given, *options)
     assert took.code == 0, took.err
     predicted = json.loads(took.out)["peak_memory"]

@@ -43,8 +43,8 @@ def hints(monkeypatch: pytest.MonkeyPatch) -> list[Hint]:
 
 def run(folder: Path, threads: int = 1, **options: Any) -> tuple[str, reshard.Checkpoint]:
     path = write_file(folder / "in.safetensors", STACKS)
-    plan = reshard.plan(reshard.open(path), rules=RULES, format="safetensors", threads=threads or None)
-    plan.run(folder / "out", fsync=False, scheduler=None if threads else "synchronous", **options)
+    plan = reshard.plan(reshard.open(path), rules=RULES, to="safetensors", threads=threads or None)
+    plan.run(folder / "out", fsync=False, client=None if threads else "synchronous", **options)
     made = reshard.open(folder / "out")
     for name in made:
         _, layer, stack = name.split(".")
@@ -68,7 +68,7 @@ def test_a_few_layers_of_a_stack_are_not(tmp_path: Path, hints: list[Hint]) -> N
     path = write_file(tmp_path / "in.safetensors", STACKS)
     for include, is_prefetched in (("layers.[12].*", False), ("layers.[1-5].*", True)):
         hints.clear()
-        plan = reshard.plan(reshard.open(path), rules=RULES, format="safetensors", include=include)
+        plan = reshard.plan(reshard.open(path), rules=RULES, to="safetensors", include=include)
         plan.run(tmp_path / "out", fsync=False, threads=1, overwrite=True)
         assert bool(hints) == is_prefetched
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
-from checkpoints import tree, write_ranks
+from checkpoints import plan_with, tree, write_ranks
 from faulty import IMPORTED, Faults, raising
 from refusals import refused
 from remotes import COLUMNS, FULL, ROWS, at_urls, get, put, records
@@ -22,6 +22,7 @@ from reshard.core.plan.plan import file_digests
 from reshard.core.records.logs import DIRECTORY
 from reshard.core.run.state import session
 from reshard.errors import ChangedError, TargetError, bytes_text
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 from reshard.view.text import report_text
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def test_finished_files_are_not_written_again(
     scheduler, finished = stop
     plan = reshard.plan(source, COLUMNS)
     with pytest.raises(KeyboardInterrupt) as caught:
-        plan.run(f"{root}/out", scheduler=scheduler, threads=1, progress=stop_after(finished))
+        plan.run(f"{root}/out", client=scheduler, threads=1, progress=stop_after(finished))
     kept = get(f"{root}/out")
     assert kept.items() <= undisturbed.items()
     assert finished <= len(kept) <= len(undisturbed)  # the next one may have been on its way
@@ -76,7 +77,7 @@ def test_finished_files_are_not_written_again(
         f"{bytes_text(nbytes)} of {bytes_text(plan.stats.bytes_written)} are written and kept; the same command resumes"
     )
     streamed.clear()
-    report = plan.run(f"{root}/out", scheduler=scheduler)
+    report = plan.run(f"{root}/out", client=scheduler)
     assert sorted(streamed) == sorted(undisturbed.keys() - kept.keys())
     assert (report.finished, report.resumed) == (len(kept), nbytes)
     assert get(f"{root}/out") == undisturbed
@@ -96,14 +97,14 @@ def test_a_run_that_fails_at_any_write_is_gone_on_with(
     for number in range(0, 60, every):
         with faults.broken(number, gone, *operations, after=True):
             try:
-                plan.run(f"{root}/out{number}", scheduler="synchronous")
+                plan.run(f"{root}/out{number}", client="synchronous")
                 break
             except TargetError:
                 count += 1
         kept = get(f"{root}/out{number}")
         assert kept.items() <= undisturbed.items()
         streamed.clear()
-        report = plan.run(f"{root}/out{number}", scheduler="synchronous")
+        report = plan.run(f"{root}/out{number}", client="synchronous")
         assert len(streamed) == len(undisturbed) - report.finished
         assert report.finished in {len(kept), len(kept) - 1}  # one whose record could not be written
         assert get(f"{root}/out{number}") == undisturbed
@@ -131,7 +132,7 @@ def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Pat
     reshard.write_strategy(ROWS, tmp_path / "rows.ckpt")
     reshard.write_strategy(COLUMNS, tmp_path / "columns.ckpt")
     options = [f"--source-strategy={tmp_path}/rows.ckpt", f"--target-strategy={tmp_path}/columns.ckpt", "--threads=1"]
-    command = ["transform", f"{tmp_path}/src", f"{bucket}/out", *options]
+    command = ["convert", f"{tmp_path}/src", f"{bucket}/out", *options]
     stopped = subprocess.run(
         [sys.executable, "-c", IMPORTED + _KILLED, str(int(number)), "4", *command],
         capture_output=True,
@@ -186,7 +187,7 @@ def test_a_changed_plan_or_source_is_refused(
     assert not streamed
     assert get(f"{root}/out") == before
     with pytest.raises(KeyboardInterrupt):
-        changed.run(f"{root}/out", restart=True, scheduler="synchronous", progress=stop_after(1))
+        changed.run(f"{root}/out", restart=True, client="synchronous", progress=stop_after(1))
     assert len(get(f"{root}/out")) == 3, "what is not replaced yet is there"
     streamed.clear()
     changed.run(f"{root}/out")
@@ -255,10 +256,10 @@ def test_checksums_are_those_of_a_local_run(root: str, source: reshard.Checkpoin
 @at_urls(
     "case",
     [
-        (reshard.MindSporeSet(9000), 1),
-        (reshard.HuggingFaceSet(9000), 1),
-        (reshard.MindSporeSet(9000), 2),
-        (reshard.HuggingFaceSet(9000), 2),
+        (MindSporeSet(9000), 1),
+        (HuggingFaceSet(9000), 1),
+        (MindSporeSet(9000), 2),
+        (HuggingFaceSet(9000), 2),
     ],
     3,
 )
@@ -267,12 +268,12 @@ def test_the_index_of_a_set_is_there_when_all_is(
 ) -> None:
     """Not while an older set is replaced either."""
     files, finished = case
-    plan = reshard.plan(source, files=files, format="safetensors")
+    plan = plan_with(source, files=files, format="safetensors")
     plan.run(tmp_path / "out")
     (index,) = (file.path for file in plan._record.files if file.last)
     for options in ({}, {"restart": True}):
         with pytest.raises(KeyboardInterrupt):
-            plan.run(f"{root}/out", scheduler="synchronous", progress=stop_after(finished), **options)
+            plan.run(f"{root}/out", client="synchronous", progress=stop_after(finished), **options)
         assert index not in get(f"{root}/out")
         assert plan.run(f"{root}/out").finished == finished
         assert get(f"{root}/out") == tree(tmp_path / "out")
@@ -281,11 +282,11 @@ def test_the_index_of_a_set_is_there_when_all_is(
 def test_an_older_index_goes_first_without_a_journal_too(
     root: str, source: reshard.Checkpoint, several_groups: None
 ) -> None:
-    plan = reshard.plan(source, files=reshard.HuggingFaceSet(9000), format="safetensors")
+    plan = reshard.plan(source, to="hf", max_shard_size=9000)
     plan.run(f"{root}/out", ledger=False)
     (index,) = (file.path for file in plan._record.files if file.last)
     with pytest.raises(KeyboardInterrupt):
-        plan.run(f"{root}/out", scheduler="synchronous", ledger=False, overwrite=True, progress=stop_after(1))
+        plan.run(f"{root}/out", client="synchronous", ledger=False, overwrite=True, progress=stop_after(1))
     assert index not in get(f"{root}/out")
 
 
@@ -298,7 +299,7 @@ def test_what_a_group_replaces_stays_until_all_of_it_is_sent(source: reshard.Che
     faults.clear()
     faults.nth(1, raising(TargetError("the network is gone")), "finish", after=True)
     with refused(TargetError, "bad-target", "the network is gone"):
-        plan.run(url, scheduler="synchronous", restart=True)
+        plan.run(url, client="synchronous", restart=True)
     assert get(url) == before
 
 
@@ -308,7 +309,7 @@ def test_links_are_gone_on_with(root: str, source: reshard.Checkpoint, tmp_path:
     plan.run(tmp_path / "out")
     gone = raising(TargetError("the network is gone"))
     with faults.broken(1, gone, "link", after=True), refused(TargetError, "bad-target", "the network is gone"):
-        plan.run(f"{root}/out", scheduler="synchronous")
+        plan.run(f"{root}/out", client="synchronous")
     assert plan.run(f"{root}/out").finished == 2
     assert get(f"{root}/out") == tree(tmp_path / "out")
 
@@ -323,7 +324,7 @@ def test_what_a_changed_source_leaves(root: str, source: reshard.Checkpoint, sev
 
     plan = reshard.plan(source, COLUMNS)
     with pytest.raises(ChangedError) as caught:
-        plan.run(f"{root}/out", scheduler="synchronous", progress=change)
+        plan.run(f"{root}/out", client="synchronous", progress=change)
     assert not hasattr(caught.value, "__notes__")
     assert get(f"{root}/out") == {}
     assert records(f"{root}/out") == []
@@ -331,7 +332,7 @@ def test_what_a_changed_source_leaves(root: str, source: reshard.Checkpoint, sev
     assert plan.run(f"{root}/out").finished == 0
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
     with pytest.raises(ChangedError) as caught:
-        plan.run(f"{root}/out", scheduler="synchronous", progress=change)
+        plan.run(f"{root}/out", client="synchronous", progress=change)
     (note,) = caught.value.__notes__
     assert "restart=True" in note
     assert len(get(f"{root}/out")) == 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
-from checkpoints import assert_equal, assert_rank_files, numbers, tree, write_file, write_ranks
+from checkpoints import assert_equal, assert_rank_files, numbers, plan_with, tree, write_file, write_ranks
 from commands import call, done
 from refusals import failed, refused
 from remotes import get
@@ -20,6 +20,8 @@ from reshard import Layout, Selection, Strategy
 from reshard.core.run.state.ledger import Ledger
 from reshard.core.run.state.session import Session
 from reshard.errors import TargetError
+from reshard.formats.checkpoint2.options import Checkpoint2
+from reshard.formats.dcp.names import DCP
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +73,7 @@ def test_fewer_ranks(source: reshard.Checkpoint, eight: Path, tmp_path: Path, op
     assert_rank_files(eight, FULL, ranks(4))
     assert reshard.open(eight).strategy == ranks(4), "the ledger is valid for the ranks that it names"
     assert reshard.verify(eight).against == source.root
-    done("unify", eight, tmp_path / "set")
+    done("convert", "--to=mindspore", eight, tmp_path / "set")
     assert_equal(reshard.open(tmp_path / "set"), FULL)
     assert done("inspect", eight, "--json")
     assert plan.run(eight).finished == 4
@@ -99,7 +101,7 @@ def test_files_that_are_the_same_for_more_or_fewer_ranks(
 
 def test_the_commands_say_so(eight: Path, tmp_path: Path) -> None:
     reshard.write_strategy(ranks(4), tmp_path / "four.ckpt")
-    command = ["transform", tmp_path / "src" / "net.safetensors", eight, "--target-strategy", tmp_path / "four.ckpt"]
+    command = ["convert", tmp_path / "src" / "net.safetensors", eight, "--target-strategy", tmp_path / "four.ckpt"]
     before = tree(eight)
     failed(6, "other-run", *command)
     assert "4 files of earlier runs would be removed" in done(*command, "--overwrite", "--dry-run").stderr
@@ -132,7 +134,7 @@ def test_ranks_of_unknown_origin_are_refused(
     before = tree(tmp_path)
     reshard.write_strategy(ranks(4), tmp_path / "four.ckpt")
     before["four.ckpt"] = (tmp_path / "four.ckpt").read_bytes()
-    command = ["transform", source.root, eight, "--target-strategy", tmp_path / "four.ckpt", "--overwrite"]
+    command = ["convert", source.root, eight, "--target-strategy", tmp_path / "four.ckpt", "--overwrite"]
     for more in ([], ["--dry-run"]):
         failed(6, "other-ranks", *command, *more, places=("rank_5/checkpoint_5.safetensors",))
         assert tree(tmp_path) == before
@@ -208,11 +210,11 @@ def test_stages_of_a_pipeline_stay(source: reshard.Checkpoint, tmp_path: Path) -
     out = tmp_path / "out"
     for overwrite in (False, True):
         for stage in (0, 1):
-            report = reshard.plan(source, STAGES, stage=stage).run(out, overwrite=overwrite)
+            report = reshard.plan(source, STAGES, target_stage=stage).run(out, overwrite=overwrite)
             assert report.removed == ()
     assert_rank_files(out, FULL, STAGES)
     one = STAGES.of_stage(1)
-    report = reshard.plan(source, one, stage=1, drop=("a",)).run(out, overwrite=True)
+    report = reshard.plan(source, one, target_stage=1, drop=("a",)).run(out, overwrite=True)
     assert report.removed == (), "nobody knows which ranks the other stages have"
 
 
@@ -233,21 +235,21 @@ def test_files_that_another_run_writes_stay(
 def test_other_steps_and_iterations_stay(source: reshard.Checkpoint, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for step in (6, 7, 7):
-        reshard.plan(source, files=reshard.Checkpoint2(step)).run(out, overwrite=True)
+        reshard.plan(source, to="checkpoint2", target_step=step).run(out, overwrite=True)
     reshard.plan(source).run(out, overwrite=True)
     assert {"iteration_00000006", "iteration_00000007"} <= {path.name for path in out.iterdir()}
     for number in (6, 7):
-        assert_equal(reshard.open(out, iteration=number), FULL)
+        assert_equal(reshard.open(out, step=number), FULL)
     for step in ("1_10", "1_20"):
         write_ranks(tmp_path / "ranks", FULL, ranks(2), name=f"net-{{rank}}-{step}")
-        done("convert", tmp_path / "ranks", tmp_path / "converted", "--format", "ckpt", "--suffix", step, "--overwrite")
+        done("convert", tmp_path / "ranks", tmp_path / "converted", "--to", "ckpt", "--suffix", step, "--overwrite")
     assert len(tree(tmp_path / "converted")) == 4
 
 
 def test_the_source_stays(source: reshard.Checkpoint, eight: Path) -> None:
     """It is where the target is, and was written by this program, too."""
     before = tree(eight)
-    done("convert", eight, eight, "--format", "ckpt", "--overwrite")
+    done("convert", eight, eight, "--to", "ckpt", "--overwrite")
     assert before.items() <= tree(eight).items()
     for path in eight.glob("rank_*/*.ckpt"):
         path.unlink()
@@ -259,7 +261,7 @@ def test_the_source_stays(source: reshard.Checkpoint, eight: Path) -> None:
 def test_a_single_file_removes_nothing_beside_it(eight: Path, tmp_path: Path) -> None:
     before = tree(eight)
     for _ in range(2):
-        done("convert", tmp_path / "src" / "net.safetensors", eight / "net.ckpt", "--format", "ckpt", "--overwrite")
+        done("convert", tmp_path / "src" / "net.safetensors", eight / "net.ckpt", "--to", "ckpt", "--overwrite")
     assert tree(eight).keys() == {*before, "net.ckpt"}
     (eight / "net.ckpt").unlink()
     assert reshard.open(eight).strategy == ranks(8)
@@ -276,24 +278,24 @@ def test_without_a_ledger_nothing_is_removed(source: reshard.Checkpoint, eight: 
 def test_a_converted_checkpoint_of_fewer_ranks(tmp_path: Path) -> None:
     for number in (4, 2):
         write_ranks(tmp_path / f"{number}", FULL, ranks(number))
-        done("convert", tmp_path / f"{number}", tmp_path / "out", "--format", "ckpt", "--overwrite")
+        done("convert", tmp_path / f"{number}", tmp_path / "out", "--to", "ckpt", "--overwrite")
         assert len(rank_names(tmp_path / "out")) == number
     assert reshard.verify(tmp_path / "out").against == str(tmp_path / "2")
 
 
 def test_another_format_and_a_set_replace_ranks(source: reshard.Checkpoint, eight: Path) -> None:
-    reshard.plan(source, ranks(4), format="ckpt").run(eight, overwrite=True)
+    reshard.plan(source, ranks(4), to="ckpt").run(eight, overwrite=True)
     assert sorted(tree(eight)) == [f"rank_{n}/checkpoint_{n}.ckpt" for n in range(4)]
-    reshard.plan(source, files=reshard.HuggingFaceSet()).run(eight, overwrite=True)
+    reshard.plan(source, to="hf").run(eight, overwrite=True)
     assert len(tree(eight)) == 2
     assert reshard.verify(eight).against == source.root
 
 
 def test_a_dcp_and_an_iteration_of_fewer_files(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    kinds = {"dcp": reshard.DCP, "run": reshard.Checkpoint2}
+    kinds = {"dcp": DCP, "run": Checkpoint2}
     for name, kind in kinds.items():
-        more = {"step": 5} if kind is reshard.Checkpoint2 else {}
-        small, large = (reshard.plan(source, files=kind(max_shard_size=size, **more)) for size in (100, 1 << 20))
+        more = {"step": 5} if kind is Checkpoint2 else {}
+        small, large = (plan_with(source, files=kind(max_shard_size=size, **more)) for size in (100, 1 << 20))
         small.run(tmp_path / name)
         large.run(tmp_path / "expected" / name)
         assert large.run(tmp_path / name, overwrite=True).removed
@@ -325,7 +327,7 @@ def test_ranks_that_the_ledger_does_not_name_are_named(eight: Path, source: resh
     reshard.plan(source, ranks(4)).run(four)
     shutil.copytree(eight / "rank_4", four / "rank_4")
     for command in (
-        ["unify", four, eight.parent / "set"],
+        ["convert", "--to=mindspore", four, eight.parent / "set"],
         ["strategy", "from-checkpoint", four, "-o", four / "s.json"],
     ):
         result = call(*command)
@@ -334,7 +336,7 @@ def test_ranks_that_the_ledger_does_not_name_are_named(eight: Path, source: resh
     assert "rank_4/checkpoint_4.safetensors is not in the ledger" in done("inspect", four).stderr
     assert "complete" not in done("verify", four).stdout
     shutil.rmtree(four / "rank_4")
-    done("unify", four, eight.parent / "set")
+    done("convert", "--to=mindspore", four, eight.parent / "set")
 
 
 def test_nothing_is_called_complete_that_nobody_knows(source: reshard.Checkpoint, eight: Path) -> None:
@@ -348,5 +350,5 @@ def test_nothing_is_called_complete_that_nobody_knows(source: reshard.Checkpoint
     assert json.loads(done("verify", eight, "--json").stdout)["complete"] is False
     one = done("verify", eight.parent / "src" / "net.safetensors").stdout
     assert "complete" not in one
-    reshard.plan(source, files=reshard.MindSporeSet()).run(eight.parent / "set", ledger=False)
+    reshard.plan(source, to="mindspore").run(eight.parent / "set", ledger=False)
     assert "complete and valid" in done("verify", eight.parent / "set").stdout

@@ -51,6 +51,7 @@ from reshard.core.run.state.sums import spans_of
 from reshard.core.storage.base import PARTIAL, unfinished_path
 from reshard.core.storage.crc import crc32c
 from reshard.errors import TargetError, bytes_text
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -243,8 +244,8 @@ def test_progress_begins_at_what_an_earlier_run_wrote(source: reshard.Checkpoint
     "options",
     [
         {"link_replicas": True},
-        {"files": reshard.MindSporeSet(2000), "format": "safetensors"},
-        {"files": reshard.HuggingFaceSet(2000), "format": "safetensors"},
+        {"files": MindSporeSet(2000), "format": "safetensors"},
+        {"files": HuggingFaceSet(2000), "format": "safetensors"},
         {"format": "ckpt"},
         {"selection": reshard.Selection(cast={"float32": "bfloat16"})},
         {"remove_redundancy": True},
@@ -273,7 +274,7 @@ def test_every_kind_of_target_is_gone_on_with(
 def test_a_run_that_fails_between_two_names_is_gone_on_with(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool, named: int
 ) -> None:
-    plan = reshard.plan(source, files=reshard.MindSporeSet(2000), format="safetensors")
+    plan = reshard.plan(source, to="mindspore", max_shard_size=2000)
     plan.run(tmp_path / "undisturbed")
     real, left = os.replace, iter(range(named))
 
@@ -380,7 +381,7 @@ def test_a_dry_run_tells_of_what_is_begun(
 
 def test_over_a_store_at_a_url_that_is_finished_nothing_is_left_to_do(source: reshard.Checkpoint) -> None:
     url = f"memory://{uuid.uuid4().hex}"
-    plan = reshard.plan(source, files=reshard.ZarrGroup())
+    plan = reshard.plan(source, to="zarr")
     paths = [file.path for file in plan._record.files]
     assert files_with(preflight(plan._record, url, RunOptions()).fates, Do.MAKE) == paths
     plan.run(url)

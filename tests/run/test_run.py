@@ -40,9 +40,9 @@ __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 def test_the_bytes_are_the_same_on_every_scheduler(
     source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, format: str
 ) -> None:
-    made = reshard.plan(source, TARGET, format=format)
+    made = reshard.plan(source, TARGET, to=format)
     assert len(made._record.tasks) > 10
-    made.run(tmp_path / "sync", scheduler="synchronous")
+    made.run(tmp_path / "sync", client="synchronous")
     for threads in (1, 2, 5):
         made.run(tmp_path / f"{threads}", threads=threads)
         assert tree(tmp_path / f"{threads}") == tree(tmp_path / "sync")
@@ -99,7 +99,7 @@ def test_files_are_read_in_order(
 
     monkeypatch.setattr(graph, "move_task", noted)
     made = reshard.plan(source, TARGET)
-    made.run(tmp_path / "out", scheduler=scheduler, threads=1)
+    made.run(tmp_path / "out", client=scheduler, threads=1)
     assert begun == list(range(len(made._record.tasks)))
 
 
@@ -127,7 +127,7 @@ def test_the_graph_is_a_dask_collection(source: reshard.Checkpoint, tmp_path: Pa
 
 
 def test_graph_and_lazy_arrays_give_the_same_bytes(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    made = reshard.plan(source, TARGET, format="safetensors")
+    made = reshard.plan(source, TARGET, to="safetensors")
     made.run(tmp_path / "out")
     for rank in made.ranks:
         lazy = made.rank(rank)
@@ -153,10 +153,10 @@ def test_any_model_goes_there_and_back(tmp_path_factory: pytest.TempPathFactory,
     root = tmp_path_factory.mktemp("model")
     full = numbers(model.shapes, "float64")
     before = write_ranks(root / "a", full, model.source)
-    there = reshard.plan(reshard.open(before, strategy=model.source), model.target, format="ckpt")
+    there = reshard.plan(reshard.open(before, strategy=model.source), model.target, to="ckpt")
     there.run(root / "b", fsync=False)
     assert_rank_files(root / "b", full, model.target)
-    back = reshard.plan(reshard.open(root / "b", strategy=model.target), model.source, format="safetensors")
+    back = reshard.plan(reshard.open(root / "b", strategy=model.target), model.source, to="safetensors")
     back.run(root / "c", fsync=False)
     assert tree(root / "c") == tree(root / "a")
 
@@ -226,7 +226,7 @@ def test_text_survives_both_formats(tmp_path: Path) -> None:
     for step, format in enumerate(["ckpt", "safetensors", "safetensors", "ckpt"]):
         source = reshard.open(tmp_path / "abcde"[step], strategy=strategy)
         assert source.tensors["note"].text == "päd → ✓"
-        reshard.plan(source, strategy, format=format).run(tmp_path / "abcde"[step + 1])
+        reshard.plan(source, strategy, to=format).run(tmp_path / "abcde"[step + 1])
     assert {p.stem: p.read_bytes() for p in (tmp_path / "a").rglob("*.ckpt")} == {
         p.stem: p.read_bytes() for p in (tmp_path / "e").rglob("*.ckpt")
     }
@@ -297,7 +297,7 @@ def test_replicas_stored_once(tmp_path: Path) -> None:
     spread = Strategy.of({name: Layout.of([2, 4], [0] + [-1] * (len(shape) - 1)) for name, shape in shapes.items()})
     path = write_file(tmp_path / "whole.ckpt", {**full, "global_step": np.array(7, np.int32)}, "ckpt")
     for format in ("safetensors", "ckpt"):
-        made = reshard.plan(reshard.open(path), spread, format=format, remove_redundancy=True)
+        made = reshard.plan(reshard.open(path), spread, to=format, remove_redundancy=True)
         assert made.stats.bytes_written == sum(array.nbytes for array in full.values()) + 8 * 4
         made.run(tmp_path / format)
         sizes = [sum(p.stat().st_size for p in (tmp_path / format / f"rank_{r}").iterdir()) for r in range(8)]
@@ -305,7 +305,7 @@ def test_replicas_stored_once(tmp_path: Path) -> None:
         again = reshard.open(tmp_path / format, strategy=spread)
         if format == "safetensors":
             assert all(file.index.deduplicated for file in again._record.files)
-        reshard.plan(again, format="ckpt").run(tmp_path / f"{format}_back")
+        reshard.plan(again, to="ckpt").run(tmp_path / f"{format}_back")
         assert helpers.read_rank_file(tmp_path / f"{format}_back/rank_0/checkpoint_0.ckpt") == helpers.read_rank_file(
             path
         )
@@ -322,7 +322,7 @@ def test_no_rank_of_a_deduplicated_set_is_empty(tmp_path: Path) -> None:
 
 
 def test_a_unified_set_does_not_hide_its_source(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    made = reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors")
+    made = reshard.plan(source, to="mindspore")
     with refused(TargetError, "overlaps", tmp_path / "src"):
         made.run(tmp_path / "src", overwrite=True)
 
@@ -422,7 +422,7 @@ def test_a_plan_with_nothing_to_move_makes_its_files_first(tmp_path: Path) -> No
 def test_unknown_schedulers_and_no_threads(source: reshard.Checkpoint, tmp_path: Path) -> None:
     made = reshard.plan(source, TARGET)
     with refused(UsageError, "unknown-scheduler", "'quick'"):
-        made.run(tmp_path / "out", scheduler="quick")
+        made.run(tmp_path / "out", client="quick")
     with refused(UsageError, "out-of-range", "threads is 0"):
         made.run(tmp_path / "out", threads=0)
 

@@ -20,6 +20,10 @@ from reshard import plan
 from reshard.core.run import tasks
 from reshard.core.storage.base import stem_of_unfinished
 from reshard.errors import BudgetError, TargetError
+from reshard.formats.checkpoint2.options import Checkpoint2
+from reshard.formats.dcp.names import DCP
+from reshard.formats.sets.options import HuggingFaceSet
+from reshard.formats.zarr.layout import ZarrGroup
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
@@ -49,9 +53,7 @@ def test_a_source_cut_short_after_opening_leaves_nothing(source: reshard.Checkpo
 
 
 @pytest.mark.parametrize("partition", ["tensor", "file"])
-@pytest.mark.parametrize(
-    "files", [reshard.DCP(), reshard.HuggingFaceSet(max_shard_size=600), reshard.Checkpoint2(step=3)], ids=repr
-)
+@pytest.mark.parametrize("files", [DCP(), HuggingFaceSet(max_shard_size=600), Checkpoint2(step=3)], ids=repr)
 def test_what_stands_last_has_the_latest_time(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any, partition: str
 ) -> None:
@@ -68,7 +70,7 @@ def test_what_stands_last_has_the_latest_time(
 
     monkeypatch.setattr(tasks, "_complete", late)
     monkeypatch.setattr(tasks, "move_pieces", late_too)
-    target = None if isinstance(files, reshard.HuggingFaceSet) else TARGET
+    target = None if isinstance(files, HuggingFaceSet) else TARGET
     plan(source, target, files=files).run(tmp_path / "out", partition=partition, threads=4)
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and ".reshard" not in path.parts]
     contents = {path for path in written if path.suffix in {".distcp", ".safetensors", ".ckpt"}}
@@ -77,9 +79,7 @@ def test_what_stands_last_has_the_latest_time(
     assert all(path.stat().st_mtime_ns >= latest for path in written if path not in contents)
 
 
-@pytest.mark.parametrize(
-    "files", [reshard.DCP(), reshard.HuggingFaceSet(max_shard_size=600), reshard.ZarrGroup(chunk_size=400)], ids=repr
-)
+@pytest.mark.parametrize("files", [DCP(), HuggingFaceSet(max_shard_size=600), ZarrGroup(chunk_size=400)], ids=repr)
 def test_no_file_of_a_graph_is_named_before_it_is_on_the_disk(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any
 ) -> None:
@@ -103,7 +103,7 @@ def test_no_file_of_a_graph_is_named_before_it_is_on_the_disk(
     monkeypatch.setattr(os, "pwrite", written)
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
-    made = plan(source, TARGET if isinstance(files, reshard.DCP) else None, files=files)
+    made = plan(source, TARGET if isinstance(files, DCP) else None, files=files)
     dask.compute(made.graph(tmp_path / "out"), scheduler="synchronous")
     assert len(named) == len(made._record.files)
 
@@ -112,7 +112,7 @@ def test_a_failed_unified_set_is_gone_on_with(
     source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out").mkdir()
-    made = reshard.plan(source, files=reshard.MindSporeSet(), format="safetensors")
+    made = reshard.plan(source, to="mindspore")
     with refused(BudgetError, "no-space", tmp_path / "out"):
         made.run(tmp_path / "out")
     assert set(map(stem_of_unfinished, tree(tmp_path / "out"))) <= {file.path for file in made._record.files}
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_nothing(
     source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: object, scheduler: str
 ) -> None:
     with refused(BudgetError, "no-space", tmp_path / "out") as caught:
-        reshard.plan(source, TARGET).run(tmp_path / "out", scheduler=scheduler)
+        reshard.plan(source, TARGET).run(tmp_path / "out", client=scheduler)
     assert caught.value.exit_code == 5
     left = tree(tmp_path / "out")
     if scheduler == "threads" and any("written and kept" in note for note in getattr(caught.value, "__notes__", ())):

@@ -7,18 +7,18 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from checkpoints import tree
+from checkpoints import plan_with, tree
 from refusals import refused
 from remotes import get, records
 from samples import slow
 from stopped_runs import StoppedError, small_tasks, source, stop_after, stopped
 
 import reshard
-from reshard import ZarrGroup
 from reshard.core.records.logs import DIRECTORY
 from reshard.core.run.state.locks import LockObjects
 from reshard.core.run.state.session import Session
 from reshard.errors import TargetError
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +36,7 @@ MADE = 12
 
 @pytest.fixture
 def plan(source: reshard.Checkpoint) -> Plan:
-    plan = reshard.plan(source, files=ZarrGroup(chunk_size=512, shard_size=0))
+    plan = plan_with(source, files=ZarrGroup(chunk_size=512, shard_size=0))
     assert len(plan._record.files) == MADE
     return plan
 
@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_a_log_of_its_own(plan: Plan, tmp_path: Path, links: 
 
 def test_another_plan_is_told_so(source: reshard.Checkpoint, plan: Plan, tmp_path: Path) -> None:
     stopped(plan, tmp_path / "out", MADE + 2)
-    other = reshard.plan(source, files=ZarrGroup(chunk_size=512, shard_size=0, compression="zstd"))
+    other = plan_with(source, files=ZarrGroup(chunk_size=512, shard_size=0, compression="zstd"))
     with refused(TargetError, "other-run", "restart=True"):
         other.run(tmp_path / "out")
     other.run(tmp_path / "out", restart=True)
@@ -101,7 +101,7 @@ def test_a_store_at_a_url_is_resumed(
     compression: str | None, faults: Faults,
 ) -> None:  # fmt: skip
     """Files of chunks that are complete are not sent again; at the end nothing but the store is there."""
-    plan = reshard.plan(source, files=ZarrGroup(chunk_size=512, shard_size=0, compression=compression))
+    plan = plan_with(source, files=ZarrGroup(chunk_size=512, shard_size=0, compression=compression))
     plan.run(tmp_path / "whole")
     with monkeypatch.context() as patch:
         if killed:
@@ -109,7 +109,7 @@ def test_a_store_at_a_url_is_resumed(
             patch.setattr(LockObjects, "release", lambda locks: locks._ended.set())  # the object stays
             patch.setattr("reshard.core.run.state.locks._has_ended", lambda _: True)
         with pytest.raises(StoppedError) as caught:
-            plan.run(f"{root}/out", progress=stop_after(tasks), scheduler="synchronous")
+            plan.run(f"{root}/out", progress=stop_after(tasks), client="synchronous")
     assert killed or "written and kept; the same command resumes" in caught.value.__notes__[0]
     assert "zarr.json" not in get(f"{root}/out")
     kept = get(f"{root}/out")
@@ -126,10 +126,10 @@ def test_a_store_at_a_url_is_resumed(
 
 
 def test_a_store_at_a_url_of_another_plan_is_refused(source: reshard.Checkpoint, root: str, tmp_path: Path) -> None:
-    plan = reshard.plan(source, files=ZarrGroup(chunk_size=512, shard_size=0))
+    plan = plan_with(source, files=ZarrGroup(chunk_size=512, shard_size=0))
     with pytest.raises(StoppedError):
-        plan.run(f"{root}/out", progress=stop_after(3), scheduler="synchronous")
-    other = reshard.plan(source, files=ZarrGroup(chunk_size=512, shard_size=0, compression="zstd"))
+        plan.run(f"{root}/out", progress=stop_after(3), client="synchronous")
+    other = plan_with(source, files=ZarrGroup(chunk_size=512, shard_size=0, compression="zstd"))
     with refused(TargetError, "other-run", "restart=True"):
         other.run(f"{root}/out")
     other.run(f"{root}/out", restart=True)

@@ -8,13 +8,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoints import tree, write_ranks
+from checkpoints import plan_with, tree, write_ranks
 from refusals import refused
 from stopped_runs import FULL, SOURCE, TARGET, small_tasks, source, stopped
 
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import BudgetError, TargetError
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,13 +63,13 @@ def test_links_are_made_anew(
     assert tree(target) == tree(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("files", [reshard.MindSporeSet(2000), reshard.HuggingFaceSet(2000)])
+@pytest.mark.parametrize("files", [MindSporeSet(2000), HuggingFaceSet(2000)])
 def test_a_set_that_is_replaced_is_without_its_index_until_all_is_new(
     source: reshard.Checkpoint, later: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any
 ) -> None:
     target = tmp_path / "out"
-    reshard.plan(source, files=files, format="safetensors").run(target)
-    plan = reshard.plan(later, files=files, format="safetensors")
+    plan_with(source, files=files, format="safetensors").run(target)
+    plan = plan_with(later, files=files, format="safetensors")
     (index,) = (file.path for file in plan._record.files if file.last)
     parts = [file.path for file in plan._record.files if not file.last]
     with monkeypatch.context() as patch:

@@ -139,7 +139,7 @@ def test_graphs_without_a_run_have_names_of_their_own(source: reshard.Checkpoint
 def test_a_name_as_long_as_names_can_be(command: list[str | Path], tmp_path: Path, size: int) -> None:
     """It has no room for digits, nor for a part of a letter where it is cut."""
     prefix = "é" * 60 + "n" * (size - 120 - len("0.safetensors"))
-    more = ["--prefix", prefix, "--format", "safetensors"]
+    more = ["--prefix", prefix, "--to", "safetensors"]
     assert call(*command, *more).exit_code == 0
     names = [PurePath(path).name for path in tree(tmp_path / "out")]
     assert [len(os.fsencode(name)) for name in names] == [size, size]

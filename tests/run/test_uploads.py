@@ -138,7 +138,7 @@ def test_random_layouts_are_copied_right(
     source, target = random_strategy(rng, list(full)), random_strategy(rng, list(full))
     format = str(rng.choice(["ckpt", "safetensors"]))
     put(write_ranks(tmp_path / "src", full, source, format), f"{bucket}/src")
-    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=source), target, format="safetensors")
+    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=source), target, to="safetensors")
     plan.run(tmp_path / "here")
     plan.run(f"{bucket}/out")
     assert get(f"{bucket}/out") == tree(tmp_path / "here")
@@ -229,7 +229,7 @@ def test_a_run_that_fails_says_what_is_kept(bucket: str, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(S3Client, "send_part", failing)
     with refused(TargetError, "no-access") as caught:
-        plan.run(f"{bucket}/out", scheduler="synchronous")
+        plan.run(f"{bucket}/out", client="synchronous")
     assert any("the same command resumes" in str(note) for note in caught.value.__notes__)
     monkeypatch.setattr(S3Client, "send_part", send)
     assert len(uploads_at(bucket)) >= 1
@@ -280,7 +280,7 @@ def test_uploads_of_files_that_are_no_longer_written_are_ended(
 
     monkeypatch.setattr(S3Client, "send_part", failing)
     with refused(TargetError, "no-access"):
-        reshard.plan(opened, QUARTERS).run(f"{bucket}/out", scheduler="synchronous")
+        reshard.plan(opened, QUARTERS).run(f"{bucket}/out", client="synchronous")
     assert ["rank_3" in key for key in uploads_at(bucket)] == [True]
     monkeypatch.setattr(S3Client, "send_part", send)
     report = reshard.plan(opened, HALVES).run(f"{bucket}/out", restart=True)
@@ -358,7 +358,7 @@ def test_the_memory_of_a_run_is_kept_at_s3(bucket: str, tmp_path: Path, way: str
     command = [
         *RESHARD, "convert", str(source) if way == "to" else f"{bucket}/src",
         str(tmp_path / "out") if way == "from" else f"{bucket}/out", "--source-strategy", f"{tmp_path}/source.ckpt",
-        "--target-strategy", f"{tmp_path}/target.ckpt", "--no-server-copy", "--json",
+        "--target-strategy", f"{tmp_path}/target.ckpt", "--tune=server-copy=no", "--json",
         *(["--memory", memory] if memory else []),
     ]  # fmt: skip
     planned = measured(*command, "--dry-run")

@@ -92,7 +92,7 @@ def test_arrays_whose_chunks_a_cluster_holds(tmp_path: Path, current: Any) -> No
         assert np.array_equal(written["w"].compute(), full), name
         assert np.array_equal(written["v"].compute(), full.T + 1), name
     source = reshard.open(tmp_path / "a").sel("w").assign(w=array)
-    plan = reshard.plan(source, strategy, format="safetensors")
+    plan = reshard.plan(source, strategy, to="safetensors")
     current.compute(plan.graph(tmp_path / "graph")).result()
     assert np.array_equal(reshard.open(tmp_path / "graph", strategy=strategy)["w"].compute(), full)
     assert source.stats(client="threads")["w"].max == 63
@@ -187,7 +187,7 @@ def test_what_is_no_scheduler_is_refused_before_anything_is_written(
     with dask.config.set(scheduler="quick"), refused(UsageError, "unknown-scheduler", "quick"):
         made.run(out)
     with refused(UsageError, "two-schedulers"):
-        made.run(out, client="threads", scheduler="threads")
+        made.run(out, client="threads", client="threads")
     client = distributed.Client(running.address, set_as_default=False)
     client.close()
     with refused(ReshardError, "not-reachable"):
@@ -248,7 +248,7 @@ def test_the_command(folder: Path, tmp_path: Path, running: Cluster, monkeypatch
     file = str(running.folder / "scheduler.json")
     assert f"ran on {there}" in converted(folder, tmp_path / "a", "--cluster", file).stdout
     assert "on the calling thread" in converted(folder, tmp_path / "b", "--cluster", "sync", "-v").stdout
-    assert "on the calling thread" in converted(folder, tmp_path / "c", "--scheduler", "single-threaded", "-v").stdout
+    assert "on the calling thread" in converted(folder, tmp_path / "c", "--cluster", "single-threaded", "-v").stdout
     assert "ran on" not in converted(folder, tmp_path / "d").stdout
     for value in (running.address, file):
         monkeypatch.setenv("DASK_SCHEDULER_ADDRESS", value)

@@ -61,11 +61,11 @@ def test_rank_files_have_the_same_blocks(mindspore_data: Path, tmp_path: Path, n
     """Through the file, in both formats: rank by rank what the Checkpoint 2.0 has, and together the whole tensors."""
     root, file = root_of(mindspore_data, name), tmp_path / f"s.{suffix}"
     source = reshard.open(root / "checkpoint")
-    made = reshard.strategy_of(source)
+    made = source.to_strategy()
     assert not any(placed.layout.opt_weight_shard_size for places in made.tensors.values() for placed in places)
     reshard.write_strategy(made, file)
     read = reshard.read_strategy(file)
-    reshard.plan(source, read, format="safetensors").run(tmp_path / "ranks", fsync=False)
+    reshard.plan(source, read, to="safetensors").run(tmp_path / "ranks", fsync=False)
     full = np.load(root / "full.npz")
     found = reshard.open(tmp_path / "ranks", strategy=file)
     assert set(found) == set(source)
@@ -83,7 +83,7 @@ def test_rank_files_have_the_same_blocks(mindspore_data: Path, tmp_path: Path, n
 
 def test_stages_and_what_they_share(mindspore_data: Path) -> None:
     for name in ("graph_tied_pp2", "graph_tied_pp2_zero_once"):  # of the latter stage 1 has no file with it
-        made = reshard.strategy_of(reshard.open(root_of(mindspore_data, name) / "checkpoint"))
+        made = reshard.open(root_of(mindspore_data, name) / "checkpoint").to_strategy()
         assert (made.stages, made.devices, made.merged) == (range(2), 4, True)
         assert made.stages_of(EMBEDDING) == (0, 1)
         assert made.stages_of("decoder.layers.1.mlp.linear_fc1.weight") == (1,)
@@ -92,7 +92,7 @@ def test_stages_and_what_they_share(mindspore_data: Path) -> None:
 
 def test_a_mesh_that_is_repeated_in_a_stage(described: Callable[..., reshard.Checkpoint]) -> None:
     found = described(lambda layout: layout.update(device_matrix=[4], rank_list=[0, 1, 2, 3], tensor_map=[0, -1]))
-    (placed,) = reshard.strategy_of(found).tensors[EMBEDDING]
+    (placed,) = found.to_strategy().tensors[EMBEDDING]
     assert placed.layout == Layout.of([2, 4], [0, -1])
 
 
@@ -117,30 +117,30 @@ def test_what_no_strategy_can_say_is_refused_by_name(
 ) -> None:
     found = described(what)
     with refused(SourceError, code, f"tensor '{EMBEDDING}'", said, f"drop='{EMBEDDING}'"):
-        reshard.strategy_of(found)
-    made = reshard.strategy_of(found, drop=["embedding.*"])
+        found.to_strategy()
+    made = found.to_strategy(drop=["embedding.*"])
     assert set(found) - set(made.tensors) - {EMBEDDING} == {"global_step"}
 
 
 def test_lost_blocks_are_refused_by_name(mindspore_data: Path) -> None:
     found = reshard.open(root_of(mindspore_data, "pynative_submesh_once") / "checkpoint")
     with refused(SourceError, "unreadable-tensor", "decoder.final_layernorm.weight", "lacks 1", "its 2"):
-        reshard.strategy_of(found)
-    assert "output_layer.weight" in reshard.strategy_of(found, drop=["*norm.weight"]).tensors
+        found.to_strategy()
+    assert "output_layer.weight" in found.to_strategy(drop=["*norm.weight"]).tensors
 
 
 def test_of_what_has_a_strategy_and_of_what_has_none(tmp_path: Path, mindspore_data: Path) -> None:
     source = reshard.open(root_of(mindspore_data, "graph_1") / "checkpoint")
     with refused(UsageError, "no-layout"):
-        reshard.strategy_of(source)
+        source.to_strategy()
     cut = Strategy.of({EMBEDDING: Layout.of([2], [0, -1]), "output_layer.weight": Layout.of([2], [-1, 0])})
     selection = reshard.Selection(include=tuple(cut.tensors))
     reshard.plan(source, cut, selection=selection).run(tmp_path / "ranks")
     target = reshard.open(tmp_path / "ranks")
-    assert reshard.strategy_of(target).tensors.keys() == cut.tensors.keys()
-    assert list(reshard.strategy_of(target, drop=["out*"]).tensors) == [EMBEDDING]
+    assert target.to_strategy().tensors.keys() == cut.tensors.keys()
+    assert list(target.to_strategy(drop=["out*"]).tensors) == [EMBEDDING]
     with refused(UsageError, "no-match"):
-        reshard.strategy_of(target, drop=["output_layers.*"])
+        target.to_strategy(drop=["output_layers.*"])
 
 
 def test_the_command(mindspore_data: Path, tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_the_command(mindspore_data: Path, tmp_path: Path) -> None:
     file = tmp_path / "s.ckpt"
     shown = done("strategy", "from-checkpoint", root, "-o", file, "--drop", "adam_*")
     assert f"wrote {file}: 12 tensors over 8 ranks in 2 stages" in shown.stdout
-    done("transform", root, tmp_path / "ranks", "--target-strategy", file)
+    done("convert", root, tmp_path / "ranks", "--target-strategy", file)
     assert reshard.verify(tmp_path / "ranks").equal
     failed(6, "already-exists", "strategy", "from-checkpoint", root, "-o", file, places=("s.ckpt",))
-    shown = done("strategy", "from-checkpoint", root, "-o", tmp_path / "s.json", "--iteration", "4")
+    shown = done("strategy", "from-checkpoint", root, "-o", tmp_path / "s.json", "--step", "4")
     assert "has nested layouts, as that of embedding.word_embeddings.weight; MindSpore 2.10 does not" in shown.stderr
     for place in (root / "latest_checkpointed_iteration.txt", root / "iteration_00000004/metadata.json"):
         failed(6, "target-is-source", "strategy", "from-checkpoint", root, "-o", place, "--overwrite", places=(place,))

@@ -16,7 +16,6 @@ from refusals import failed, refused
 import reshard
 from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
-from reshard.formats.sets.options import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +48,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 def model(directory: Path) -> dict[str, bytes]:
     """The files of a set in two files, and those beside them."""
     opened = reshard.open(write_file(directory / "whole.safetensors", FULL))
-    reshard.plan(opened, files=HuggingFaceSet(max_shard_size=13_000)).run(directory / "set", ledger=False)
+    reshard.plan(opened, to="hf", max_shard_size=13_000).run(directory / "set", ledger=False)
     return {path.name: path.read_bytes() for path in (directory / "set").iterdir()} | BESIDE
 
 
@@ -121,7 +120,7 @@ def test_the_command_line_writes_and_reads(hub: Hub, tmp_path: Path) -> None:
 def test_a_failed_commit_leaves_nothing_of_a_file(hub: Hub, tmp_path: Path) -> None:
     hub.create("org/new")
     source = reshard.open(write_file(tmp_path / "whole.safetensors", FULL))
-    plan = reshard.plan(source, format="hf")
+    plan = reshard.plan(source, to="hf")
     for ledger in (False, True):
         hub.refuses = re.compile(r"model-.*|\.reshard/0" if ledger else "model-")
         with refused(TargetError, "no-access", "HF_TOKEN"):
@@ -150,17 +149,17 @@ def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
         with refused(UsageError, "bad-url", url, "hf://OWNER/NAME"):
             reshard.open(url)
     with refused(UsageError, "bad-url", "hf://datasets/org"):
-        reshard.plan(source, format="hf").run("hf://datasets/org")
+        reshard.plan(source, to="hf").run("hf://datasets/org")
     with refused(TargetError, "no-such-bucket", "hf://org/model", "revision v9"):
-        reshard.plan(source, format="hf").run("hf://org/model@v9/out")
+        reshard.plan(source, to="hf").run("hf://org/model@v9/out")
     with refused(TargetError, "no-such-bucket", "hf://org/none"):
-        reshard.plan(source, format="hf").run("hf://org/none/out")
+        reshard.plan(source, to="hf").run("hf://org/none/out")
 
 
 def test_a_file_that_was_replaced_is_refused(hub: Hub, tmp_path: Path) -> None:
     files = model(tmp_path)
     hub.create("org/model", files)
-    plan = reshard.plan(reshard.open("hf://org/model"), format="hf")
+    plan = reshard.plan(reshard.open("hf://org/model"), to="hf")
     name = "model-00001-of-00002.safetensors"
     hub.create("org/model", files | {name: files[name][:-1] + b"\x7f"})
     with refused(ReshardError, "source-changed", name):

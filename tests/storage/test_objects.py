@@ -162,7 +162,7 @@ def test_a_file_of_a_web_server(web: ScriptedServer, tmp_path: Path) -> None:
     reshard.plan(source, ROWS).run(tmp_path / "out")
     reshard.plan(reshard.open(path), ROWS).run(tmp_path / "local")
     assert tree(tmp_path / "out") == tree(tmp_path / "local")
-    done("unify", url, tmp_path / "unified")
+    done("convert", "--to=mindspore", url, tmp_path / "unified")
     assert call("inspect", url).exit_code == 0
     with refused(SourceError, "not-found", f"{url}.2"):
         reshard.open(f"{url}.2")

@@ -77,10 +77,10 @@ def test_commands_without_what_macos_lacks(tmp_path: Path) -> None:
         "demo training training",
         "convert training/step-2000 out --to hf",
         "verify out",
-        "convert model.safetensors dropped --to hf --drop-cache",
+        "convert model.safetensors dropped --to hf --tune=drop-cache=yes",
         "convert model.safetensors limited --to hf --memory 200MB",
-        "convert model.safetensors z --to zarr --threads 2 --compression zstd --no-fsync",
-        "convert z unsynced --to hf --drop-cache --no-fsync",
+        "convert model.safetensors z --to zarr --threads 2 --compression zstd --tune=fsync=no",
+        "convert z unsynced --to hf --tune=drop-cache=yes --tune=fsync=no",
         "verify z",
     )
     assert "all 14,960 bytes of their 60 tensors are equal" in output

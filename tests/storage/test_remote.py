@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import fsspec
 import numpy as np
 import pytest
-from checkpoints import tree, write_file, write_ranks
+from checkpoints import plan_with, tree, write_file, write_ranks
 from commands import call, done
 from faulty import Faults, raising
 from refusals import failed, refused
@@ -27,6 +27,7 @@ from reshard.core.storage.urls.failures import translating
 from reshard.core.storage.urls.remote import joined
 from reshard.core.storage.urls.s3 import upload_parts
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError, bytes_text
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +50,7 @@ def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> No
     assert get(f"{root}/out") == tree(tmp_path / "out")
     plan.run(tmp_path / "fetched")
     assert tree(tmp_path / "fetched") == tree(tmp_path / "out")
-    reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(f"{root}/stored", scheduler="synchronous")
+    reshard.plan(reshard.open(local, strategy=ROWS), COLUMNS).run(f"{root}/stored", client="synchronous")
     assert get(f"{root}/stored") == tree(tmp_path / "out")
     with refused(TargetError, "already-exists", f"{root}/out", "overwrite=True"):
         plan.run(f"{root}/out", ledger=False)
@@ -65,8 +66,8 @@ def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> No
 def test_sets_links_and_single_files(root: str, tmp_path: Path) -> None:
     put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
     source = reshard.open(f"{root}/src", strategy=ROWS)
-    for name, files in {"ms": reshard.MindSporeSet(2000), "hf": reshard.HuggingFaceSet(1100)}.items():
-        plan = reshard.plan(source, files=files, format="safetensors")
+    for name, files in {"ms": MindSporeSet(2000), "hf": HuggingFaceSet(1100)}.items():
+        plan = plan_with(source, files=files, format="safetensors")
         plan.run(tmp_path / name)
         plan.run(f"{root}/{name}")
         assert get(f"{root}/{name}") == tree(tmp_path / name)
@@ -145,7 +146,7 @@ def test_a_failure_leaves_nothing_unfinished(
     # The first file is complete, five of the second file's eight MB are sent.
     faults.nth(9 + 1 + 5, raising(SourceError("the network is gone")), "write_at")
     with refused(SourceError, "bad-source", "the network is gone") as caught:
-        plan.run(f"{root}/out", scheduler="synchronous", ledger=ledger)
+        plan.run(f"{root}/out", client="synchronous", ledger=ledger)
     assert len(get(f"{root}/out")) == len(records(f"{root}/out")) == ledger
     total = plan.stats.bytes_written
     kept = f"{bytes_text(total / 2)} of {bytes_text(total)} are written and kept"
@@ -174,7 +175,7 @@ def test_a_source_that_changes_is_refused(root: str, tmp_path: Path, several_gro
     plan = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
     fs, path = fsspec.core.url_to_fs(plan._record.source.files[1].path)
     with refused(TargetError, "source-changed", "checkpoint_1.safetensors"):
-        plan.run(f"{root}/out", scheduler="synchronous", progress=changing(plan._record.source.files[1].path))
+        plan.run(f"{root}/out", client="synchronous", progress=changing(plan._record.source.files[1].path))
     assert get(f"{root}/out") == {}
     fs.rm_file(path)
     with refused(TargetError, "source-gone", "checkpoint_1.safetensors"):
@@ -229,7 +230,7 @@ def test_an_encrypted_target(root: str, tmp_path: Path, mode: str, monkeypatch: 
     fs, name = fsspec.core.url_to_fs(f"{root}/out/rank_0/checkpoint_0.ckpt")
     fs.rm_file(name)
     assert plan.run(f"{root}/out").finished == len(plan._record.files) - 1
-    assert reshard.verify(f"{root}/out", cipher=cipher)
+    assert reshard.verify(f"{root}/out", target_cipher=cipher)
     with refused(UsageError, "wrong-partition"):
         plan.run(tmp_path / "other", partition="tensor")
 
@@ -260,9 +261,9 @@ def test_a_bucket_that_does_not_exist(server: str, tmp_path: Path, below: str) -
     assert server
     url, local = f"s3://no-such-bucket-at-all{below}", write_file(tmp_path / "a.safetensors", FULL)
     commands = {
-        4: [["inspect", url], ["unify", url, tmp_path / "out"], ["verify", url],
+        4: [["inspect", url], ["convert", "--to=mindspore", url, tmp_path / "out"], ["verify", url],
             ["inspect", local, "--source-strategy", f"{url}/s.ckpt"]],
-        1: [["unify", local, url], ["unify", local, f"{url}/z.zarr"]],
+        1: [["convert", "--to=mindspore", local, url], ["convert", local, f"{url}/z.zarr"]],
     }  # fmt: skip
     for code, some in commands.items():
         for command in some:
@@ -332,32 +333,32 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     put(tmp_path / "s", bucket)
 
     options = ["--source-strategy", f"{bucket}/rows.ckpt", "--target-strategy", f"{bucket}/columns.ckpt"]
-    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "-v")
+    dry = call("convert", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "-v")
     assert f"{bucket}/out/rank_0/checkpoint_0.safetensors" in dry.stdout
     assert "each writing whole files" in dry.stdout
     ran = subprocess.run(
-        [sys.executable, "-m", "reshard", "transform", f"{bucket}/src", f"{bucket}/out", *options],
+        [sys.executable, "-m", "reshard", "convert", f"{bucket}/src", f"{bucket}/out", *options],
         capture_output=True, text=True, check=False, env=os.environ,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert f"next: {sys.executable} -m reshard verify {bucket}/out" in ran.stdout
     reshard.plan(reshard.open(tmp_path / "src", strategy=ROWS), COLUMNS).run(tmp_path / "out")
     assert get(f"{bucket}/out") == tree(tmp_path / "out")
-    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
+    dry = call("convert", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run")
     assert (
         dry.stderr
         == "warning: 3 target files would be kept unread, finished by an earlier run; reshard verify reads every bit\n"
     )
-    dry = call("transform", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "--cast=float32=float16")
+    dry = call("convert", f"{bucket}/src", f"{bucket}/out", *options, "--dry-run", "--cast=float32=float16")
     assert "warning: 3 target files would be refused, made by another plan" in dry.stderr
-    again = call("transform", f"{bucket}/src", f"{bucket}/out", *options)
+    again = call("convert", f"{bucket}/src", f"{bucket}/out", *options)
     assert again.exit_code == 0
     assert "nothing is left to do" in again.stdout
-    changed = ["transform", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16"]
+    changed = ["convert", f"{bucket}/src", f"{bucket}/out", *options, "--cast=float32=float16"]
     failed(6, "other-run", *changed, places=(f"{bucket}/out", "--restart"))
     assert "3 files" not in call("inspect", f"{bucket}/out", "--source-strategy", f"{bucket}/columns.ckpt").stderr
-    done("unify", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
-    done("convert", f"{bucket}/src", f"{bucket}/ckpt", "--format", "ckpt")
+    done("convert", "--to=mindspore", f"{bucket}/src", f"{bucket}/set", "--source-strategy", f"{bucket}/rows.ckpt")
+    done("convert", f"{bucket}/src", f"{bucket}/ckpt", "--to", "ckpt")
     assert sorted(get(f"{bucket}/ckpt")) == [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(4)]
 
 

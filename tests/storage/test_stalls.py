@@ -133,7 +133,7 @@ def test_after_five_tries_it_has_failed(
     begun = time.monotonic()
     with refused(error, "store-not-answering", "5 times") as caught:
         source = reshard.open(f"{bucket}/src" if is_read else local, strategy=HALVES)
-        reshard.plan(source, HALVES).run(tmp_path / "out" if is_read else f"{bucket}/out", scheduler="synchronous")
+        reshard.plan(source, HALVES).run(tmp_path / "out" if is_read else f"{bucket}/out", client="synchronous")
     assert time.monotonic() - begun < 60
     assert caught.value.exit_code == 1
     tries = Counter(seen.key for seen in through.seen if seen.fault)
@@ -154,7 +154,7 @@ def test_a_command_that_fails_so_is_gone_on_with(bucket: str, through: FaultyPro
     reshard.write_strategy(HALVES, tmp_path / "halves.ckpt")
     strategy = f"{tmp_path}/halves.ckpt"
     options = [f"--source-strategy={strategy}", f"--target-strategy={strategy}", "--threads=1"]
-    command = [sys.executable, "-m", "reshard", "transform", str(local), f"{bucket}/out", *options]
+    command = [sys.executable, "-m", "reshard", "convert", str(local), f"{bucket}/out", *options]
 
     through.on(fault, "UploadPart", key="rank_1")
     begun = time.monotonic()
@@ -189,7 +189,7 @@ def test_a_signal_ends_a_stall(
     is_read = operation in {"GetObject", "ListObjects"}
     source, target = (f"{bucket}/src", f"{tmp_path}/out") if is_read else (str(path), f"{bucket}/out")
     through.on(fault, operation)
-    command = [sys.executable, "-m", "reshard", "unify", source, target]
+    command = [sys.executable, "-m", "reshard", "convert", "--to=mindspore", source, target]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,

@@ -54,12 +54,12 @@ def bucket(server: str, request: pytest.FixtureRequest) -> str:
 
 def test_source_and_target_with_options(options: dict[str, Any], bucket: str, tmp_path: Path) -> None:
     """Without them, nothing is found: the environment has neither keys nor an address."""
-    reshard.write(ARRAYS, f"{bucket}/set", format="hf", storage_options=options)
+    reshard.write(ARRAYS, f"{bucket}/set", to="hf", storage_options=options)
     source = reshard.open(f"{bucket}/set", storage_options=options)
     assert np.array_equal(source["w"].compute(), ARRAYS["w"])
-    reshard.plan(source, format="safetensors").run(tmp_path / "local")
+    reshard.plan(source, to="safetensors").run(tmp_path / "local")
     assert np.array_equal(reshard.open(tmp_path / "local")["w"].compute(), ARRAYS["w"])
-    reshard.plan(reshard.open(tmp_path / "local"), format="hf").run(f"{bucket}/again", storage_options=options)
+    reshard.plan(reshard.open(tmp_path / "local"), to="hf").run(f"{bucket}/again", storage_options=options)
     reshard.convert(f"{bucket}/again", f"{bucket}/store", to="zarr", storage_options=options)
     reshard.open(tmp_path / "local").to_zarr(f"{bucket}/other", storage_options=options)
     assert reshard.verify(f"{bucket}/again", against=f"{bucket}/set", storage_options=options)
@@ -69,7 +69,7 @@ def test_source_and_target_with_options(options: dict[str, Any], bucket: str, tm
 
 def test_client_kwargs_are_those_of_fsspec(options: dict[str, Any], bucket: str) -> None:
     kwargs = {"endpoint_url": options.pop("endpoint_url"), "region_name": options.pop("region")}
-    reshard.write(ARRAYS, f"{bucket}/set", format="hf", storage_options={**options, "client_kwargs": kwargs})
+    reshard.write(ARRAYS, f"{bucket}/set", to="hf", storage_options={**options, "client_kwargs": kwargs})
     assert list(reshard.open(f"{bucket}/set")) == ["w"]  # they hold for the bucket
 
 
@@ -130,11 +130,11 @@ def test_options_are_for_s3(path: str) -> None:
 
 
 def test_a_cluster_is_refused(options: dict[str, Any], bucket: str, tmp_path: Path) -> None:
-    reshard.write(ARRAYS, f"{bucket}/set", format="hf", storage_options=options)
+    reshard.write(ARRAYS, f"{bucket}/set", to="hf", storage_options=options)
     source = reshard.open(f"{bucket}/set")
     client: Any = SimpleNamespace(submit=None, scatter=None)  # as a Client has them
     with refused(ReshardError, "options-not-there", bucket):
-        reshard.plan(source, format="zarr").run(tmp_path / "out", client=client)
+        reshard.plan(source, to="zarr").run(tmp_path / "out", client=client)
     with refused(ReshardError, "options-not-there", bucket):
         source.stats(client=client)
     with refused(ReshardError, "options-not-there", bucket):
@@ -146,15 +146,15 @@ def test_a_cluster_is_refused(options: dict[str, Any], bucket: str, tmp_path: Pa
 
 def test_no_secret_is_written_down(options: dict[str, Any], bucket: str, tmp_path: Path) -> None:
     secret = {**options, "key": "AKIDKEY", "secret": "sEcReTsEcReT"}
-    reshard.write(ARRAYS, f"{bucket}/set", format="hf", storage_options=secret)
-    reshard.plan(reshard.open(f"{bucket}/set"), format="hf").run(tmp_path / "out")
+    reshard.write(ARRAYS, f"{bucket}/set", to="hf", storage_options=secret)
+    reshard.plan(reshard.open(f"{bucket}/set"), to="hf").run(tmp_path / "out")
     texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(texts) > 2
     assert not [text for text in texts if b"sEcReT" in text or b"AKIDKEY" in text]
 
 
 def test_a_store_copies_only_what_the_same_options_reach(options: dict[str, Any], bucket: str, tmp_path: Path) -> None:
-    reshard.write(ARRAYS, f"{bucket}/set", format="hf", storage_options=options)
+    reshard.write(ARRAYS, f"{bucket}/set", to="hf", storage_options=options)
     assert own.share_options(f"{bucket}/set", f"{bucket}/out")
     own.use_options({**options, "endpoint_url": "http://127.0.0.1:1"}, "s3://elsewhere/out")
     assert not own.share_options(f"{bucket}/set", "s3://elsewhere/out")

@@ -57,7 +57,7 @@ def test_the_main_thread_takes_no_lock_that_others_want(source: reshard.Checkpoi
         plan.run(out, threads=2, progress=stop_at_the_end)
     assert plan.run(out, threads=2).resumed
     assert reshard.verify(out, TARGET, against=source).equal
-    assert reshard.verify(out, manifest=reshard.make_manifest(out)).equal
+    assert reshard.verify(out, manifest=reshard.Manifest.make(out)).equal
 
 
 def nothing(_: object) -> None:

@@ -97,16 +97,16 @@ def held(pipeline: Pipeline, rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "words",
     [
-        ["transform", "SOURCE", "OUT", "FILE", "TARGET"],
-        ["transform", "SOURCE", "OUT", "FILE", "TARGET", "-q"],
-        ["transform", "SOURCE", "OUT", "FILE", "TARGET", "--json"],
-        ["transform", "SOURCE", "OUT", "FILE", "TARGET", "--dry-run"],
-        ["transform", "SOURCE", "OUT", "FILE"],
-        ["transform", "SOURCE", "OUT", "FILE", "--via-zarr", "OUT.zarr"],
-        ["unify", "SOURCE", "OUT", "FILE"],
-        ["unify", "SOURCE", "OUT", "FILE", "--format", "zarr"],
+        ["convert", "SOURCE", "OUT", "FILE", "TARGET"],
+        ["convert", "SOURCE", "OUT", "FILE", "TARGET", "-q"],
+        ["convert", "SOURCE", "OUT", "FILE", "TARGET", "--json"],
+        ["convert", "SOURCE", "OUT", "FILE", "TARGET", "--dry-run"],
+        ["convert", "SOURCE", "OUT", "FILE"],
+        ["convert", "SOURCE", "OUT", "FILE", "--via-zarr", "OUT.zarr"],
+        ["convert", "--to=mindspore", "SOURCE", "OUT", "FILE"],
+        ["convert", "SOURCE", "OUT", "FILE", "--to", "zarr"],
         ["plan", "SOURCE", "FILE", "TARGET", "-o", "OUT"],
-        ["plan", "SOURCE", "FILE", "--style", "huggingface"],
+        ["plan", "SOURCE", "FILE", "--to", "hf"],
         ["inspect", "SOURCE", "FILE"],
         ["strategy", "check", "FILE-ITSELF", "SOURCE"],
         ["verify", "FOUR", "VERIFIED", "--against", "SOURCE", "FILE"],
@@ -139,7 +139,7 @@ def test_a_stage_of_the_source_that_is_asked_for_says_what_others_have(
     others = sorted(pipeline.of(1 - stage))
     strategy = pipeline.files if all_stages else pipeline.files / name
     read = [pipeline.source, tmp_path / "out", "--source-strategy", strategy, "--stage", str(stage)]
-    command = ["transform", *read, "--target-strategy", pipeline.four_strategy]
+    command = ["convert", *read, "--target-strategy", pipeline.four_strategy]
     for more in (["--dry-run"], []):
         told = json.loads(done(*command, *more, "--json").stdout)
         assert sorted(told["missing"]) == others
@@ -147,12 +147,12 @@ def test_a_stage_of_the_source_that_is_asked_for_says_what_others_have(
     assert [file["path"] for file in told["files"]] == [f"rank_{r}/checkpoint_{r}_part{stage}.ckpt" for r in range(4)]
     assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
     missing = [name for name in [*others, *pipeline.all.tensors] if name in others or name.startswith("accu_grads")]
-    whole = json.loads(done("transform", *read[:1], tmp_path / "whole", *read[2:], "--json").stdout)
+    whole = json.loads(done("convert", *read[:1], tmp_path / "whole", *read[2:], "--json").stdout)
     assert set(others) <= set(whole["missing"]) <= set(missing)
     assert [file["path"] for file in whole["files"]] == [f"rank_0/checkpoint_0_part{stage}.ckpt"]
-    told = json.loads(done("unify", *read[:1], tmp_path / "set", *read[2:], "--json").stdout)
+    told = json.loads(done("convert", "--to=mindspore", *read[:1], tmp_path / "set", *read[2:], "--json").stdout)
     assert told["missing"] == whole["missing"]
-    report = done("transform", *read[:1], tmp_path / "words", *command[3:], "-v")
+    report = done("convert", *read[:1], tmp_path / "words", *command[3:], "-v")
     assert f"missing, because the source does not have it: {len(others)} names: " in report.stdout
 
 
@@ -160,7 +160,7 @@ def test_stage_after_stage_gives_what_all_of_the_strategy_does(pipeline: Pipelin
     target = reshard.read_strategy(pipeline.four_strategy)
     for stage, name in (FIRST, LAST):
         read = ["--source-strategy", pipeline.files / name, "--stage", str(stage)]
-        done("transform", pipeline.source, tmp_path / "out", *read, "--target-strategy", pipeline.four_strategy)
+        done("convert", pipeline.source, tmp_path / "out", *read, "--target-strategy", pipeline.four_strategy)
     opened = reshard.open(tmp_path / "out", strategy=target)
     assert all(np.array_equal(opened[name].compute(), value) for name, value in pipeline.full.items())
 
@@ -208,7 +208,7 @@ def test_a_target_strategy_of_one_stage_is_refused(
         [pipeline.four, "--source-strategy", pipeline.four_strategy],
         [pipeline.source, "--source-strategy", pipeline.files],
     ):
-        assert_refused("--target-stage", stage, "transform", read[0], tmp_path / "out", *read[1:], *target)
+        assert_refused("--target-stage", stage, "convert", read[0], tmp_path / "out", *read[1:], *target)
         if more not in (["--json"], ["--dry-run"]):
             assert_refused("--target-stage", stage, "plan", *read, *target)
     assert not list(tmp_path.iterdir())
@@ -223,7 +223,7 @@ def test_a_stage_of_the_target_that_is_asked_for(
     strategy = pipeline.files if all_stages else pipeline.files / name
     target = ["--target-strategy", strategy, "--target-stage", str(stage)]
     ranks = range(4 * stage, 4 * stage + 4)
-    command = ["transform", pipeline.four, tmp_path / "out", "--source-strategy", pipeline.four_strategy, *target]
+    command = ["convert", pipeline.four, tmp_path / "out", "--source-strategy", pipeline.four_strategy, *target]
     result = done(*command, "-v")
     paths = [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in ranks]
     assert sorted(tree(tmp_path / "out")) == paths
@@ -247,7 +247,7 @@ def test_stages_of_a_target_are_written_beside_each_other(pipeline: Pipeline, tm
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         for stage, (strategy, is_known) in enumerate(zip(strategies, known, strict=True)):
             target = ["--target-strategy", strategy, "--target-stage", str(stage)]
-            told = json.loads(done("transform", pipeline.four, tmp_path / "out", *read, *target, "--json").stdout)
+            told = json.loads(done("convert", pipeline.four, tmp_path / "out", *read, *target, "--json").stdout)
             assert (told["verify"] is not None) == is_known
             if is_known:
                 assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
@@ -264,16 +264,16 @@ def test_a_stage_of_the_target_in_python(pipeline: Pipeline) -> None:
         for one in (reshard.read_strategy(pipeline.files / name), pipeline.all.of_stage(stage)):
             with refused(StrategyError, "one-stage", f"stage {stage}", f"stage={stage}"):
                 reshard.plan(source, one)
-            assert reshard.plan(source, one, stage=stage).ranks == tuple(range(4 * stage, 4 * stage + 4))
-        assert reshard.plan(source, pipeline.all, stage=stage, ranks=[4 * stage]).ranks == (4 * stage,)
+            assert reshard.plan(source, one, target_stage=stage).ranks == tuple(range(4 * stage, 4 * stage + 4))
+        assert reshard.plan(source, pipeline.all, target_stage=stage, ranks=[4 * stage]).ranks == (4 * stage,)
         with refused(UsageError, "no-such-rank", f"rank {4 - 4 * stage} ", f"stage {stage}"):
-            reshard.plan(source, pipeline.all, stage=stage, ranks=[4 - 4 * stage])
+            reshard.plan(source, pipeline.all, target_stage=stage, ranks=[4 - 4 * stage])
     with refused(StrategyError, "no-such-stage", "stage 2", "0, 1"):
-        reshard.plan(source, pipeline.all, stage=2)
+        reshard.plan(source, pipeline.all, target_stage=2)
     with refused(UsageError, "missing-strategy", "stage 0"):
-        reshard.plan(source, stage=0)
-    assert call("unify", pipeline.whole, "out", "--target-stage", "0").exit_code == 2
-    words = ["plan", pipeline.whole, "--style", "mindspore", "--target-stage", "0"]
+        reshard.plan(source, target_stage=0)
+    assert call("convert", "--to=mindspore", pipeline.whole, "out", "--target-stage", "0").exit_code == 2
+    words = ["plan", pipeline.whole, "--to", "mindspore", "--target-stage", "0"]
     failed(2, "option-of-another-format", *words, places=("--target-stage",))
 
 
@@ -282,7 +282,7 @@ def test_weights_that_would_be_dropped_make_one_think_of_a_pipeline(pipeline: Pi
     alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
     read = [pipeline.four, "--source-strategy", pipeline.four_strategy]
     for words in (
-        ["transform", read[0], tmp_path / "out", *read[1:], "--target-strategy", alone],
+        ["convert", read[0], tmp_path / "out", *read[1:], "--target-strategy", alone],
         ["strategy", "check", alone, *read],
     ):
         result = failed(4, "not-in-strategy", *words, places=("tensor 'net.layer2.", "tensor 'net.layer3."))
@@ -419,7 +419,7 @@ def test_one_stage_of_whole_tensors_is_the_same_by_its_file_and_by_all(
     """And verify takes the option that the conversion had."""
     for place, strategy in (("one", pipeline.files / name), ("all", pipeline.files)):
         target = ["--target-strategy", strategy, "--target-stage", str(stage)]
-        told = json.loads(done("transform", pipeline.whole, tmp_path / place, *target, "--json").stdout)
+        told = json.loads(done("convert", pipeline.whole, tmp_path / place, *target, "--json").stdout)
         assert sorted(told["dropped"]) == (sorted(pipeline.of(1 - stage)) if place == "one" else [])
         done("verify", tmp_path / place, *target, "--against", pipeline.whole)
     assert tree(tmp_path / "one") == tree(tmp_path / "all")

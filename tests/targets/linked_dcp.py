@@ -13,7 +13,7 @@ from dcp_files import item, write_torch
 from written_dcp import unpickled
 
 import reshard
-from reshard import DCP, Selection
+from reshard import Selection
 from reshard.dtypes import BY_NAME
 from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.kits.torch.saved_tensors import torch_dtype
@@ -32,7 +32,7 @@ WHOLE: Box = (0, 0), (6, 4)
 
 def linked(source: Path | reshard.Checkpoint, target: Path, names: Mapping[str, str] | None = None, **more: Any) -> Any:
     checkpoint = source if isinstance(source, reshard.Checkpoint) else reshard.open(source)
-    plan = reshard.plan(checkpoint, files=DCP(link=True), selection=Selection(name_map=names or {}, **more))
+    plan = reshard.plan(checkpoint, to="dcp", link=True, selection=Selection(name_map=names or {}, **more))
     return plan.run(target)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import assert_equal, numbers, tree, write_file
+from checkpoints import assert_equal, numbers, plan_with, tree, write_file
 from commands import done
 from faulty import raising
 from fsspec.core import url_to_fs
@@ -18,8 +18,9 @@ from refusals import failed, refused
 from written_checkpoint2 import CUT, EVERYTHING, FULL, STRATEGIES, TRACKER, metadata, opened, rows, whole_file
 
 import reshard
-from reshard import Checkpoint2, Layout, Strategy
+from reshard import Layout, Strategy
 from reshard.errors import TargetError
+from reshard.formats.checkpoint2.options import Checkpoint2
 from reshard.formats.checkpoint2.writer import Checkpoint2Target
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def test_the_memory_that_the_metadata_of_many_ranks_take_is_predicted(
     reshard.plan(
         whole_file(tmp_path, full),
         Strategy.of(dict.fromkeys(full, layout)),
-        files=Checkpoint2(1),
+        to="checkpoint2",
+        target_step=1,
         remove_redundancy=once,
     )
     assert found["peak"] <= found["predicted"] <= 4 * found["peak"]
@@ -59,7 +61,7 @@ def test_names_come_in_order(tmp_path: Path, faults: Faults) -> None:
         for partition in (None, "file"):
             faults.clear()
             root = tmp_path / f"{target is None} {partition}"
-            reshard.plan(whole_file(tmp_path), target, files=Checkpoint2()).run(root, partition=partition)
+            reshard.plan(whole_file(tmp_path), target, to="checkpoint2").run(root, partition=partition)
             named = [Path(one.path).name for one in faults.of("publish") if str(root) in one.path]
             beside = ["common.json", TRACKER] if target is None else ["metadata.json", "common.json", TRACKER]
             assert named[-len(beside) :] == beside
@@ -70,7 +72,7 @@ def test_names_come_in_order_at_a_url(tmp_path: Path, faults: Faults) -> None:
     """Where a file has its name as soon as it is complete; a run that fails leaves the tracker as it was."""
     fs, place = url_to_fs("memory://ordered2")
     fs.pipe(f"{place}/{TRACKER}", b"2")
-    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], to="checkpoint2")
     faults.every(lambda one: raising(OSError("gone"))(one) if one.path.endswith("common.json") else None, "create")
     with pytest.raises(Exception, match="gone"):
         plan.run("memory://ordered2")
@@ -92,10 +94,10 @@ def test_names_come_in_order_at_a_url(tmp_path: Path, faults: Faults) -> None:
 def test_a_run_that_fails_names_no_iteration(tmp_path: Path, faults: Faults, turn: int) -> None:
     """Wherever names are given; the same run again ends with what an undisturbed one writes."""
     before = whole_file(tmp_path, {**FULL, "global_step": np.array([2])}, "before.safetensors")
-    reshard.plan(before, files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    reshard.plan(before, to="checkpoint2").run(tmp_path / "run", fsync=False)
     old = tree(tmp_path / "run" / "iteration_00000002")
     source, one = whole_file(tmp_path), STRATEGIES["tensor parallel"]
-    plan = reshard.plan(source, one, files=Checkpoint2())
+    plan = reshard.plan(source, one, to="checkpoint2")
     plan.run(tmp_path / "whole", fsync=False)
     faults.clear()
     faults.nth(turn, raising(OSError("gone")), "publish")
@@ -119,13 +121,13 @@ def test_a_run_that_fails_names_no_iteration(tmp_path: Path, faults: Faults, tur
 
 def test_an_iteration_that_is_replaced_is_not_named_meanwhile(tmp_path: Path, faults: Faults) -> None:
     source, one = whole_file(tmp_path), STRATEGIES["tensor parallel"]
-    reshard.plan(source, one, files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    reshard.plan(source, one, to="checkpoint2").run(tmp_path / "run", fsync=False)
     changed = whole_file(
         tmp_path,
         {name: value + 1 for name, value in EVERYTHING.items()} | {"global_step": np.array([7], np.int32)},
         "b.safetensors",
     )
-    plan = reshard.plan(changed, one, files=Checkpoint2())
+    plan = reshard.plan(changed, one, to="checkpoint2")
     with refused(TargetError, "other-run", "restart=True"):
         plan.run(tmp_path / "run")
     there: list[set[str]] = []
@@ -138,7 +140,7 @@ def test_an_iteration_that_is_replaced_is_not_named_meanwhile(tmp_path: Path, fa
 
 
 def test_a_finished_run_writes_nothing_again(tmp_path: Path, faults: Faults) -> None:
-    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], to="checkpoint2")
     plan.run(tmp_path / "run")
     faults.clear()
     assert plan.run(tmp_path / "run").finished == len(plan._record.files)
@@ -152,8 +154,10 @@ def test_a_finished_run_writes_nothing_again(tmp_path: Path, faults: Faults) -> 
 
 def test_several_iterations_of_a_run(tmp_path: Path, mindspore_data: Path) -> None:
     source, full = opened(mindspore_data, "pynative_fsdp2_tp2")
-    reshard.plan(source, rows(full), files=Checkpoint2()).run(tmp_path, fsync=False)
-    reshard.plan(reshard.open(tmp_path), files=Checkpoint2(7)).run(tmp_path, fsync=False)  # next to its source
+    reshard.plan(source, rows(full), to="checkpoint2").run(tmp_path, fsync=False)
+    reshard.plan(reshard.open(tmp_path), to="checkpoint2", target_step=7).run(
+        tmp_path, fsync=False
+    )  # next to its source
     assert (tmp_path / TRACKER).read_text() == "7"
     places = [tmp_path / f"iteration_0000000{number}" for number in (4, 7)]
     for place in places:
@@ -168,7 +172,7 @@ def test_several_iterations_of_a_run(tmp_path: Path, mindspore_data: Path) -> No
 
 
 def test_verify_finds_what_was_changed(tmp_path: Path) -> None:
-    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], files=Checkpoint2())
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"], to="checkpoint2")
     plan.run(tmp_path / "run")
     path = tmp_path / "run" / plan._record.files[3].path
     content = bytearray(path.read_bytes())
@@ -187,14 +191,14 @@ def test_targets_that_are_refused(tmp_path: Path, mindspore_data: Path) -> None:
     shutil.copytree(Path(source.root).parent, root)
     mine = reshard.open(root)
     with refused(TargetError, "overlaps", root):
-        reshard.plan(mine, rows(full), files=Checkpoint2()).run(root)
+        reshard.plan(mine, rows(full), to="checkpoint2").run(root)
     with refused(TargetError, "is-iteration", f"name {root}"):
-        reshard.plan(source, rows(full), files=Checkpoint2()).run(root / "iteration_00000004")
+        reshard.plan(source, rows(full), to="checkpoint2").run(root / "iteration_00000004")
     for overwrite in (False, True):  # of eight ranks, which would be taken for a part of it
         with refused(TargetError, "other-set", "iteration_00000004"):
-            reshard.plan(source, rows(full), files=Checkpoint2()).run(root, overwrite=overwrite)
+            reshard.plan(source, rows(full), to="checkpoint2").run(root, overwrite=overwrite)
         with refused(TargetError, "other-set"):
-            reshard.plan(source, files=Checkpoint2()).run(root, overwrite=overwrite)
+            reshard.plan(source, to="checkpoint2").run(root, overwrite=overwrite)
     assert_equal(reshard.open(root), full)
 
 
@@ -203,8 +207,8 @@ def test_at_a_url(tmp_path: Path, mindspore_data: Path) -> None:
     fs, place = url_to_fs("memory://written2")
     fs.pipe(f"{place}/{TRACKER}", b"2")
     fs.pipe(f"{place}/iteration_00000002/common.json", b"{}")
-    for files, target in ((Checkpoint2(5), None), (Checkpoint2(), reshard.read_layouts(source.root))):
-        plan = reshard.plan(source, target, files=files)
+    for files, target in ((Checkpoint2(5), None), (Checkpoint2(), source.root)):
+        plan = plan_with(source, target, files=files)
         plan.run("memory://written2")
         assert_equal(reshard.open("memory://written2"), full)
         assert reshard.verify("memory://written2").equal
@@ -219,7 +223,7 @@ def test_by_a_saved_plan_and_dry_runs(tmp_path: Path, mindspore_data: Path, cut:
     for name in CUT if cut else CUT[:1]:
         root = mindspore_data / "checkpoint2" / name / "checkpoint"
         source = reshard.open(root)
-        made = reshard.plan(source, reshard.read_layouts(root) if cut else None, files=Checkpoint2(7))
+        made = reshard.plan(source, root if cut else None, to="checkpoint2", target_step=7)
         made.save(tmp_path / f"{name}.json")
         made.run(tmp_path / "here", fsync=False, restart=True)
         reshard.read_plan(tmp_path / f"{name}.json").run(tmp_path / "there", fsync=False)
@@ -233,7 +237,7 @@ def test_by_a_saved_plan_and_dry_runs(tmp_path: Path, mindspore_data: Path, cut:
 def test_a_plan_runs_over_a_copy_of_the_run(tmp_path: Path, mindspore_data: Path) -> None:
     """Its directory serves as that of the iteration does, whatever the tracker names since."""
     source, full = opened(mindspore_data, CUT[0])
-    reshard.plan(source, files=Checkpoint2()).save(tmp_path / "plan.json")
+    reshard.plan(source, to="checkpoint2").save(tmp_path / "plan.json")
     copy = tmp_path / "copy"
     shutil.copytree(Path(source.root).parent, copy)
     shutil.copytree(copy / "iteration_00000004", copy / "iteration_00000005")
@@ -245,7 +249,7 @@ def test_a_plan_runs_over_a_copy_of_the_run(tmp_path: Path, mindspore_data: Path
 
 def test_by_way_of_a_store_common_is_the_source_s(tmp_path: Path, mindspore_data: Path) -> None:
     source, full = opened(mindspore_data, CUT[0])
-    done("transform", source.root, tmp_path / "run", "--style", "checkpoint2", "--via-zarr", tmp_path / "a.zarr")
+    done("convert", source.root, tmp_path / "run", "--to", "checkpoint2", "--via-zarr", tmp_path / "a.zarr")
     found = reshard.open(tmp_path / "run")
     assert_equal(found, full)
     assert Path(found.root, "common.json").read_bytes() == Path(source.root, "common.json").read_bytes()
@@ -256,7 +260,7 @@ def test_by_way_of_a_store_common_is_the_source_s(tmp_path: Path, mindspore_data
         (tmp_path / "a.zarr" / "zarr.json").write_text(
             json.dumps(json.loads(text) | {"attributes": {"reshard": attributes}})
         )
-        plan = reshard.plan(reshard.open(tmp_path / "a.zarr"), files=Checkpoint2(4))
+        plan = reshard.plan(reshard.open(tmp_path / "a.zarr"), to="checkpoint2", target_step=4)
         assert any("says null for what is not known" in warning for warning in plan.warnings)
 
 
@@ -264,60 +268,60 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
     root = mindspore_data / "checkpoint2" / "graph_dp2_tp2_pp2_zero" / "checkpoint"
     source, full = opened(mindspore_data, "graph_dp2_tp2_pp2_zero")
     target = tmp_path / "run"
-    dry = done("unify", root, target, "--style", "checkpoint2", "--dry-run").stdout
+    dry = done("convert", root, target, "--to", "checkpoint2", "--dry-run").stdout
     assert "a Checkpoint 2.0 of 2 safetensors files" in dry
     assert not target.exists()
     assert (
-        "wrote a Checkpoint 2.0 of 2 safetensors files" in done("unify", root, target, "--style", "checkpoint2").stdout
+        "wrote a Checkpoint 2.0 of 2 safetensors files" in done("convert", root, target, "--to", "checkpoint2").stdout
     )
     assert_equal(reshard.open(target), full)
-    words = ("--style", "checkpoint2", "--layouts-of", root, "--target-step", "9", "--prefix", "CKP")
-    report = json.loads(done("transform", target, target, *words, "--json").stdout)
+    words = ("--to", "checkpoint2", "--target-strategy", root, "--target-step", "9", "--prefix", "CKP")
+    report = json.loads(done("convert", target, target, *words, "--json").stdout)
     assert report["target_files"] == 19
     assert {Path(file["path"]).name for file in report["files"]} >= {"CKP-model-0000007-0000008.safetensors", TRACKER}
     assert_equal(reshard.open(target), full)
     assert (target / TRACKER).read_text() == "9"
     assert done("verify", target).exit_code == 0
-    done("plan", root, "--style", "checkpoint2", "--layouts-of", root, "-o", tmp_path / "plan.json")
+    done("plan", root, "--to", "checkpoint2", "--target-strategy", root, "-o", tmp_path / "plan.json")
     done("run", tmp_path / "plan.json", tmp_path / "planned")
     assert metadata(tmp_path / "planned" / "iteration_00000004") == metadata(Path(source.root))
-    done("transform", target, target, "--style", "checkpoint2", "--layouts-of", target, "--target-step", "11")
+    done("convert", target, target, "--to", "checkpoint2", "--target-strategy", target, "--target-step", "11")
     assert_equal(reshard.open(target), full)
-    done("transform", target, tmp_path / "cast", *words[:4], "--cast", "float32=bfloat16", "--weights-only")
+    done("convert", target, tmp_path / "cast", *words[:4], "--cast", "float32=bfloat16", "--weights-only")
     said = metadata(tmp_path / "cast" / "iteration_00000011")["state_dict_metadata"]
     assert {one["properties"]["dtype"] for one in said.values()} == {"BFloat16"}
     assert done("verify", tmp_path / "cast").exit_code == 0
     zarr = ("--via-zarr", tmp_path / "store", "--target-step", "4")
-    done("transform", target, tmp_path / "zarr", *words[:4], *zarr)
+    done("convert", target, tmp_path / "zarr", *words[:4], *zarr)
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     (tmp_path / "only").mkdir()
     shutil.copy(Path(source.root) / "metadata.json", tmp_path / "only")
-    done("transform", target, tmp_path / "by metadata alone", *words[:2], "--layouts-of", tmp_path / "only")
+    done("convert", target, tmp_path / "by metadata alone", *words[:2], "--target-strategy", tmp_path / "only")
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("transform", "--target-step", "3"), "option-of-another-format", "--target-step"),
-        (("transform", "--layouts-of", "x"), "option-of-another-format", "--layouts-of"),
-        (("unify", "--target-step", "3"), "option-of-another-format", "mindspore"),
-        (("unify", "--prefix", "a", "--style", "hf"), "option-of-another-format", "--prefix"),
-        (("transform", "--style", "checkpoint2", "--ranks", "0"), "needs-all-ranks", "2.0"),
+        (("convert", "--target-step", "3"), "option-of-another-format", "--target-step"),
+        (("convert", "--target-strategy", "x"), "option-of-another-format", "--target-strategy"),
+        (("convert", "--to=mindspore", "--target-step", "3"), "option-of-another-format", "mindspore"),
+        (("convert", "--prefix", "a", "--to", "hf"), "option-of-another-format", "--prefix"),
+        (("convert", "--to", "checkpoint2", "--ranks", "0"), "needs-all-ranks", "2.0"),
         (("plan", "--max-shard-size", "1GB"), "option-of-another-format", "--max-shard-size"),
         (
-            ("plan", "--style", "checkpoint2", "--layouts-of", "x", "--max-shard-size", "1GB"),
+            ("plan", "--to", "checkpoint2", "--target-strategy", "x", "--max-shard-size", "1GB"),
             "option-of-another-format",
             "--max-shard-size",
         ),
         (
-            ("transform", "--style", "checkpoint2", "--format", "ckpt"),
+            ("convert", "--to", "checkpoint2", "--to", "ckpt"),
             "option-of-another-format",
-            "--style checkpoint2",
+            "--to checkpoint2",
         ),
         (
-            ("transform", "--style", "checkpoint2", "--layouts-of", "x", "--target-strategy", "y"),
+            ("convert", "--to", "checkpoint2", "--target-strategy", "x", "--target-strategy", "y"),
             "conflicting-options",
-            "--layouts-of and --target-strategy",
+            "--target-strategy and --target-strategy",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from linked_dcp import CASES, FULL, WHOLE, assert_equal, described, full_of, lin
 from refusals import refused
 
 import reshard
-from reshard import DCP, Selection
+from reshard import Selection
 from reshard.errors import ChangedError, SourceError, UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def test_megatron_finds_what_it_needs_besides(mindspore_data: Path, tmp_path: Pa
 
 def test_what_every_rank_said_is_in_one_file(mindspore_data: Path, tmp_path: Path) -> None:
     root = mindspore_data / "dcp" / "rank_local" / "checkpoint"
-    plan = reshard.plan(reshard.open(root), files=DCP(link=True))
+    plan = reshard.plan(reshard.open(root), to="dcp", link=True)
     assert "several ranks have an object n each; that of the first rank is taken" in plan.warnings
     plan.run(tmp_path / "out")
     assert paths_in(tmp_path / "out", "metadata") == [".metadata"]
@@ -162,7 +162,7 @@ def test_who_has_names_is_told(mindspore_data: Path) -> None:
     source = reshard.open(mindspore_data / "dcp" / "fsdp2_uneven" / "checkpoint")
 
     def warnings(names: Mapping[str, str]) -> list[str]:
-        plan = reshard.plan(source, files=DCP(link=True), selection=Selection(name_map=names))
+        plan = reshard.plan(source, to="dcp", link=True, selection=Selection(name_map=names))
         return [text for text in plan.warnings if not text.startswith("data files are links")]
 
     assert warnings({}) == []
@@ -200,7 +200,7 @@ def test_files_without_anything_are_not_linked(tmp_path: Path) -> None:
     linked(root, tmp_path / "w", exclude=("b",))
     assert paths_in(tmp_path / "w", "distcp") == ["__0_0.distcp", "__1_0.distcp"]
     assert_equal(reshard.open(tmp_path / "w"), {"w": FULL["w"]})
-    plan = reshard.plan(reshard.open(root), files=DCP(link=True), selection=Selection(exclude=("b",)))
+    plan = reshard.plan(reshard.open(root), to="dcp", link=True, selection=Selection(exclude=("b",)))
     assert plan.left_out == ("b",)
     assert "belong to no listed tensor or object" in plan.warnings[-1]
 
@@ -275,9 +275,9 @@ def test_directories_that_are_one_checkpoint(mindspore_data: Path, tmp_path: Pat
     assert planned["model.emb.weight"] == ("model", "emb.weight")
     assert reshard.verify(tmp_path / "one").equal
     with refused(ChangedError, "source-changed"):  # which a link changes
-        reshard.plan(opened, files=reshard.HuggingFaceSet(), format="safetensors").run(tmp_path / "hf")
+        reshard.plan(opened, to="hf").run(tmp_path / "hf")
     opened = reshard.open(apart)
-    reshard.plan(opened, files=reshard.HuggingFaceSet(), format="safetensors").run(tmp_path / "hf")
+    reshard.plan(opened, to="hf").run(tmp_path / "hf")
     assert_equal(reshard.open(tmp_path / "hf"), full)
     assert reshard.verify(tmp_path / "hf").equal
     done("verify", apart)
@@ -321,7 +321,7 @@ def test_what_is_next_to_the_data_of_two(mindspore_data: Path, tmp_path: Path) -
         (root / path).unlink()
     (root / ".metadata").unlink()
     write_torch(root, {"p": FULL["w"]}, {0: [("p", WHOLE, item(FULL["w"]))]}, planner_data=None)
-    plan = reshard.plan(reshard.open(tmp_path / "all"), files=DCP(link=True))
+    plan = reshard.plan(reshard.open(tmp_path / "all"), to="dcp", link=True)
     assert any("common.pt are two of a kind, and left out" in text for text in plan.warnings)
     plan.run(tmp_path / "out")
     assert not {"common.pt", "metadata.json"}.intersection(paths_in(tmp_path / "out"))

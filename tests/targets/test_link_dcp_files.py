@@ -19,7 +19,7 @@ from linked_dcp import FULL, WHOLE, assert_equal, described, linked, paths_in, s
 from refusals import failed, refused
 
 import reshard
-from reshard import DCP, Selection, Strategy
+from reshard import Selection, Strategy
 from reshard.core.storage import local
 from reshard.core.storage.local import LocalStore
 from reshard.dtypes import BY_NAME
@@ -59,11 +59,11 @@ def test_once_more(tmp_path: Path) -> None:
     root = simple(tmp_path)
     before = tree(root)
     linked(root, tmp_path / "out")
-    plan = reshard.plan(reshard.open(root), files=DCP(link=True))
+    plan = reshard.plan(reshard.open(root), to="dcp", link=True)
     again = plan.run(tmp_path / "out")
     assert (again.finished, again.touched) == (3, 0)
     assert plan.run(tmp_path / "out", restart=True).finished == 0
-    other = reshard.plan(reshard.open(root), files=DCP(link=True), selection=Selection(name_map={"w": "v"}))
+    other = reshard.plan(reshard.open(root), to="dcp", link=True, selection=Selection(name_map={"w": "v"}))
     with refused(TargetError, "other-run", ".metadata"):
         other.run(tmp_path / "out")
     other.run(tmp_path / "out", overwrite=True)
@@ -134,7 +134,7 @@ def test_copies_that_share_blocks_have_the_time_of_their_files(tmp_path: Path, m
 @pytest.mark.parametrize("first", range(1, 7))
 def test_failed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, restart: bool) -> None:
     """A link that got its name, and could not be noted, is a run's own however many runs fail after it."""
-    plan = reshard.plan(reshard.open(simple(tmp_path)), files=DCP(link=True))
+    plan = reshard.plan(reshard.open(simple(tmp_path)), to="dcp", link=True)
     fsync = os.fsync
 
     def from_call(number: int) -> Callable[[int], None]:
@@ -157,7 +157,7 @@ def test_failed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: in
 
 def test_a_source_that_changes(tmp_path: Path) -> None:
     root = simple(tmp_path)
-    plan = reshard.plan(reshard.open(root), files=DCP(link=True))
+    plan = reshard.plan(reshard.open(root), to="dcp", link=True)
     file = root / "__1_0.distcp"
     os.utime(file, ns=(1, 1))
     with refused(ChangedError, "source-changed", file):
@@ -223,7 +223,7 @@ def test_targets_that_cannot_be(tmp_path: Path) -> None:
     root = simple(tmp_path / "run")
     for target, said in ((root, f"{root} holds"), (tmp_path / "run", f"source inside, {root}")):
         with refused(TargetError, "overlaps", said):
-            reshard.plan(reshard.open(root), files=DCP(link=True)).run(target, overwrite=True, restart=True)
+            reshard.plan(reshard.open(root), to="dcp", link=True).run(target, overwrite=True, restart=True)
     with refused(TargetError, "not-linkable", "memory://target"):
         linked(root, "memory://target")  # type: ignore[arg-type]
 
@@ -241,7 +241,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         ({"selection": Selection(name_map={"w": "b"})}, ("duplicate-name", "'b'")),
     ):
         with refused(UsageError, *said):
-            reshard.plan(checkpoint, files=DCP(link=True), **more)  # type: ignore[arg-type]
+            reshard.plan(checkpoint, to="dcp", link=True, **more)  # type: ignore[arg-type]
 
 
 def test_files_of_objects_must_be_there(mindspore_data: Path, tmp_path: Path) -> None:
@@ -260,25 +260,25 @@ def test_files_of_objects_must_be_there(mindspore_data: Path, tmp_path: Path) ->
 
 def test_the_command(tmp_path: Path, apart: Path) -> None:
     (tmp_path / "names.json").write_text(json.dumps({"model.*": "net.*"}))
-    given = [apart, tmp_path / "out", "--format", "dcp", "--link", "--name-map", tmp_path / "names.json"]
-    assert "linked 16 data files of " in done("transform", *given).stdout
-    assert "finished by an earlier run" in done("transform", *given).stdout
+    given = [apart, tmp_path / "out", "--to", "dcp", "--link", "--name-map", tmp_path / "names.json"]
+    assert "linked 16 data files of " in done("convert", *given).stdout
+    assert "finished by an earlier run" in done("convert", *given).stdout
     verdict = done("verify", tmp_path / "out").stdout.splitlines()[0]
     assert verdict.startswith(f"verified: {tmp_path / 'out'} has the structure of {apart} after changes (")
     assert "renamed); " in verdict
     assert "; every bit of " not in verdict
     assert "net.emb.weight" in done("inspect", tmp_path / "out").stdout
-    saved = ["plan", apart, "--format", "dcp", "--link", "--include", "model.*", "-o", tmp_path / "plan.json"]
+    saved = ["plan", apart, "--to", "dcp", "--link", "--include", "model.*", "-o", tmp_path / "plan.json"]
     assert "would link 8 data files" in done(*saved).stdout
     assert "linked 8 data files" in done("run", tmp_path / "plan.json", tmp_path / "planned").stdout
     for more, said in (
         (["--target-strategy", tmp_path / "names.json"], ("option-of-another-format", "--target-strategy")),
         (["--ranks", "0", "--memory", "1GB"], ("option-of-another-format", "--ranks, --memory")),
-        (["--layouts-of", apart, "--prefix", "x"], ("option-of-another-format", "--prefix")),
+        (["--target-strategy", apart, "--prefix", "x"], ("option-of-another-format", "--prefix")),
         (["--write-manifest", tmp_path / "m.json"], ("no-manifest", "--write-manifest", tmp_path / "out")),
     ):
-        failed(2, str(said[0]), "transform", *given, *more, places=said[1:])
-    result = call("transform", apart, tmp_path / "other", "--link")
+        failed(2, str(said[0]), "convert", *given, *more, places=said[1:])
+    result = call("convert", apart, tmp_path / "other", "--link")
     assert result.exit_code == 2 or "linked" in result.stdout
 
 

@@ -15,7 +15,6 @@ import reshard
 from reshard import Layout, Strategy
 from reshard.errors import TargetError
 from reshard.formats.sets import sidecars
-from reshard.formats.sets.options import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +35,7 @@ LEFT = {
 
 def model(directory: Path) -> Path:
     source = reshard.open(write_file(directory / "one" / "model.safetensors", FULL))
-    reshard.plan(source, files=HuggingFaceSet(max_shard_size=200)).run(directory / "set", ledger=False)
+    reshard.plan(source, to="hf", max_shard_size=200).run(directory / "set", ledger=False)
     for name, content in {**CARRIED, **LEFT}.items():
         (directory / "set" / name).write_bytes(content)
     (directory / "set" / ".git").mkdir()
@@ -86,7 +85,7 @@ def test_other_targets_get_none_and_say_so(tmp_path: Path, to: str) -> None:
     assert not {path.name for path in (tmp_path / "out").rglob("*")} & set(CARRIED)
     assert told(report.warnings) == (len(CARRIED), sorted(CARRIED)[:3])
     store = reshard.convert(root, tmp_path / "store.zarr").directory
-    assert told(reshard.plan(reshard.open(store), format=to).warnings) == told(report.warnings)
+    assert told(reshard.plan(reshard.open(store), to=to).warnings) == told(report.warnings)
 
 
 def test_what_is_left_out_is_on_the_terminal_in_json_and_in_html(tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_what_is_left_out_is_on_the_terminal_in_json_and_in_html(tmp_path: Path)
         data = json.loads(done(*command, "--overwrite", "--json").stdout)
         assert told(data["warnings"]) == (len(CARRIED), sorted(CARRIED)[:3])
     report = reshard.convert(root, tmp_path / "more", to="dcp")
-    for page in (reshard.plan(reshard.open(root), format="dcp")._repr_html_(), report._repr_html_()):
+    for page in (reshard.plan(reshard.open(root), to="dcp")._repr_html_(), report._repr_html_()):
         assert min(CARRIED) in page
 
 
@@ -132,7 +131,7 @@ def test_ranks_are_no_set(tmp_path: Path) -> None:
 def test_a_large_file_is_left_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sidecars, "LARGEST", 20)
     root = model(tmp_path)
-    plan = reshard.plan(reshard.open(root), format="hf")
+    plan = reshard.plan(reshard.open(root), to="hf")
     assert any("config.json" in warning for warning in plan.warnings)
     plan.run(tmp_path / "out")
     assert set(beside(tmp_path / "out")) == set(CARRIED) - {"config.json"}
@@ -165,6 +164,6 @@ def test_files_that_are_there_are_not_replaced_unasked(tmp_path: Path) -> None:
 
 
 def test_the_index_is_written_last(tmp_path: Path) -> None:
-    plan = reshard.plan(reshard.open(model(tmp_path)), format="hf")
+    plan = reshard.plan(reshard.open(model(tmp_path)), to="hf")
     assert plan._record.files[-1].path == "model.safetensors.index.json"
     assert plan._record.files[-1].last

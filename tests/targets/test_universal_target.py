@@ -362,7 +362,7 @@ def test_smaller_than_before(tmp_path: Path) -> None:
 def test_a_run_that_is_stopped(tmp_path: Path, partition: str) -> None:
     """It has neither of the files that say it is complete; the next run goes on."""
     full = write_zero(tmp_path / "src", ({"w": (64, 33), "v": (50, 20)},), stage=3, ranks=3)
-    plan = reshard.plan(reshard.open(tmp_path / "src"), format=WORD)
+    plan = reshard.plan(reshard.open(tmp_path / "src"), to=WORD)
     begun = len(plan._record.files) if partition == "tensor" else 0
     stopped(plan, tmp_path / "out", tasks=begun + 3, partition=partition)
     left = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}

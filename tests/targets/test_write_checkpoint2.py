@@ -36,9 +36,10 @@ from written_checkpoint2 import (
 )
 
 import reshard
-from reshard import Checkpoint2, Layout, Strategy
+from reshard import Layout, Strategy
 from reshard.core.layout.mesh import Mesh
 from reshard.errors import LayoutError, SourceError, UsageError
+from reshard.formats.checkpoint2.options import Checkpoint2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 def test_real_ones_become_whole_tensors(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     """In several files that mindformers takes on every mesh: with no metadata, and no names of Hugging Face's."""
     source, full = opened(mindspore_data, name)
-    reshard.plan(source, files=Checkpoint2(max_shard_size=3000)).run(tmp_path / "run", fsync=False)
+    reshard.plan(source, to="checkpoint2", max_shard_size=3000).run(tmp_path / "run", fsync=False)
     assert_equal(reshard.open(tmp_path / "run"), full)
     place = tmp_path / "run" / "iteration_00000004"
     files = {path.name for path in place.iterdir()}
@@ -71,7 +72,7 @@ def test_real_ones_become_whole_tensors(mindspore_data: Path, tmp_path: Path, na
 def test_real_ones_are_cut_otherwise(mindspore_data: Path, tmp_path: Path, name: str, once: bool) -> None:
     source, full = opened(mindspore_data, name)
     target = tmp_path / "run"
-    plan = reshard.plan(source, rows(full), files=Checkpoint2(), remove_redundancy=once)
+    plan = reshard.plan(source, rows(full), to="checkpoint2", remove_redundancy=once)
     plan.run(target, fsync=False)
     found = reshard.open(target)
     assert found.warnings == ()
@@ -86,11 +87,11 @@ def test_real_ones_are_cut_otherwise(mindspore_data: Path, tmp_path: Path, name:
 def test_to_another_mesh_and_back_is_what_mindformers_writes(mindspore_data: Path, tmp_path: Path, name: str) -> None:
     """Files with equal names and tensors, and metadata that are equal as JSON: chunks and replica numbers in order."""
     source, full = opened(mindspore_data, name)
-    reshard.plan(source, rows(full), files=Checkpoint2()).run(tmp_path / "rows", fsync=False)
-    pattern = reshard.read_layouts(source.root)
+    reshard.plan(source, rows(full), to="checkpoint2").run(tmp_path / "rows", fsync=False)
+    pattern = source.root
     assert repr(pattern).startswith(f"<Arrangement: {len(pattern.tensors)} tensors over ")
     plan = reshard.plan(
-        reshard.open(tmp_path / "rows"), pattern, files=Checkpoint2(), remove_redundancy=name.endswith("once")
+        reshard.open(tmp_path / "rows"), pattern, to="checkpoint2", remove_redundancy=name.endswith("once")
     )
     plan.run(tmp_path / "back", fsync=False)
     real, ours = Path(source.root), tmp_path / "back" / Path(source.root).name
@@ -121,7 +122,7 @@ def test_ranks_of_a_strategy_become_one_and_back(tmp_path: Path, name: str, once
         held = {**blocks(FULL | STATES, one, rank), "global_step": EVERYTHING["global_step"]}
         write_file(tmp_path / f"ranks/rank_{rank}/a.safetensors", held)
     source = reshard.open(tmp_path / "ranks", strategy=one)
-    reshard.plan(source, one, files=Checkpoint2(), remove_redundancy=once).run(tmp_path / "run", fsync=False)
+    reshard.plan(source, one, to="checkpoint2", remove_redundancy=once).run(tmp_path / "run", fsync=False)
     found = reshard.open(tmp_path / "run")
     assert found.warnings == ()
     assert_equal(found, EVERYTHING)
@@ -148,7 +149,7 @@ def test_stages_that_cut_a_tensor_otherwise_leave_it_to_the_first(tmp_path: Path
         {"emb": {0: Layout.of([2], [0, -1]), 1: Layout.of([2], [-1, 0])}, "norm": {1: Layout.of([2], [-1])}}
     )
     some = {name: FULL[name] for name in ("emb", "norm")}
-    reshard.plan(whole_file(tmp_path, some), one, files=Checkpoint2(1)).run(tmp_path / "run", fsync=False)
+    reshard.plan(whole_file(tmp_path, some), one, to="checkpoint2", target_step=1).run(tmp_path / "run", fsync=False)
     found = reshard.open(tmp_path / "run")
     assert_equal(found, some)
     said = metadata(Path(found.root))
@@ -203,7 +204,7 @@ def test_the_step_and_what_is_known_of_it(
     tmp_path: Path, tensors: Mapping[str, Any], name: str, given: int | None, step: int, unknown: set[str]
 ) -> None:
     source = whole_file(tmp_path, tensors, name)
-    plan = reshard.plan(source, files=Checkpoint2(given))
+    plan = reshard.plan(source, to="checkpoint2", target_step=given)
     plan.run(tmp_path / "run", fsync=False)
     said = json.loads((tmp_path / "run" / f"iteration_{step:08d}" / "common.json").read_text())
     assert list(said) == NAMES  # any other is an error there
@@ -219,9 +220,9 @@ def test_the_step_and_what_is_known_of_it(
 def test_a_source_that_does_not_say_its_step(tmp_path: Path) -> None:
     source = whole_file(tmp_path, FULL, "net-3_9.safetensors")
     with refused(UsageError, "missing-step", "step="):
-        reshard.plan(source, files=Checkpoint2())
+        reshard.plan(source, to="checkpoint2")
     failed(
-        2, "missing-step", "unify", tmp_path / "net-3_9.safetensors", tmp_path / "run", "--style", "checkpoint2",
+        2, "missing-step", "convert", tmp_path / "net-3_9.safetensors", tmp_path / "run", "--to", "checkpoint2",
         places=("net-3_9.safetensors", "--target-step"),
     )  # fmt: skip
     assert not (tmp_path / "run").exists()
@@ -230,9 +231,9 @@ def test_a_source_that_does_not_say_its_step(tmp_path: Path) -> None:
 def test_another_step_than_the_source_says(mindspore_data: Path, tmp_path: Path) -> None:
     """`common.json` stays what it was: what is in it, the training knows. That it has another step is said."""
     source, full = opened(mindspore_data, "graph_dp2_tp4")
-    plan = reshard.plan(source, files=Checkpoint2(12345678901))
+    plan = reshard.plan(source, to="checkpoint2", target_step=12345678901)
     assert "common.json has global_step 4, and the iteration is 12345678901" in plan.warnings
-    assert not [text for text in reshard.plan(source, files=Checkpoint2()).warnings if "global_step" in text]
+    assert not [text for text in reshard.plan(source, to="checkpoint2").warnings if "global_step" in text]
     plan.run(tmp_path, fsync=False)
     place = tmp_path / "iteration_12345678901"
     assert (place / "common.json").read_bytes() == (Path(source.root) / "common.json").read_bytes()
@@ -242,7 +243,7 @@ def test_another_step_than_the_source_says(mindspore_data: Path, tmp_path: Path)
 def test_a_directory_that_was_renamed(mindspore_data: Path, tmp_path: Path) -> None:
     source, full = opened(mindspore_data, "graph_dp2_tp4")
     shutil.copytree(source.root, tmp_path / "best")
-    reshard.plan(reshard.open(tmp_path / "best"), rows(full), files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    reshard.plan(reshard.open(tmp_path / "best"), rows(full), to="checkpoint2").run(tmp_path / "run", fsync=False)
     assert (tmp_path / "run" / TRACKER).read_text() == "4"
     place = tmp_path / "run" / "iteration_00000004"
     assert (place / "common.json").read_bytes() == (Path(source.root) / "common.json").read_bytes()
@@ -251,13 +252,13 @@ def test_a_directory_that_was_renamed(mindspore_data: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("value", [np.inf, np.nan, -1.0])
 def test_a_number_that_json_does_not_have_is_not_known(tmp_path: Path, value: float) -> None:
     source = whole_file(tmp_path, {**FULL, "loss_scale": np.array([value], np.float32)})
-    reshard.plan(source, files=Checkpoint2(1)).run(tmp_path / "run", fsync=False)
+    reshard.plan(source, to="checkpoint2", target_step=1).run(tmp_path / "run", fsync=False)
     said = json.loads((tmp_path / "run" / "iteration_00000001" / "common.json").read_text(), parse_constant=pytest.fail)
     assert said["loss_scale"] is None
 
 
 def test_a_common_json_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
-    reshard.plan(whole_file(tmp_path), files=Checkpoint2()).run(tmp_path / "run", fsync=False)
+    reshard.plan(whole_file(tmp_path), to="checkpoint2").run(tmp_path / "run", fsync=False)
     place = (tmp_path / "run" / "iteration_00000007").rename(tmp_path / "best")
     (place / "common.json").write_text("[7]")
     with refused(SourceError, "wrong-type", "common.json"):
@@ -269,7 +270,7 @@ def test_single_values_without_dimensions_are_written_so(tmp_path: Path) -> None
     some = {"w": FULL["norm"], "learning_rate": np.array(0.5, np.float32)}
     for target in (None, Strategy.of({"w": Layout.of([2], [0])})):
         root = tmp_path / str(target is None)
-        reshard.plan(whole_file(tmp_path, some), target, files=Checkpoint2(1)).run(root, fsync=False)
+        reshard.plan(whole_file(tmp_path, some), target, to="checkpoint2", target_step=1).run(root, fsync=False)
         found = reshard.open(root)
         assert_equal(found, some)
         held = helpers.read_rank_file(next(Path(found.root).glob("*-opt-0000000-*")))
@@ -278,7 +279,7 @@ def test_single_values_without_dimensions_are_written_so(tmp_path: Path) -> None
 
 
 def test_tensors_that_the_strategy_does_not_name_are_whole_everywhere(tmp_path: Path) -> None:
-    plan = reshard.plan(whole_file(tmp_path), Strategy.of({"emb": Layout.of([2], [0, -1])}), files=Checkpoint2())
+    plan = reshard.plan(whole_file(tmp_path), Strategy.of({"emb": Layout.of([2], [0, -1])}), to="checkpoint2")
     assert "copied whole to every rank, as the target strategy does not name it: 7 tensors, " in plan.warnings[0]
     plan.run(tmp_path / "run", fsync=False)
     said = metadata(tmp_path / "run" / "iteration_00000007")["storage_data"]
@@ -288,7 +289,7 @@ def test_tensors_that_the_strategy_does_not_name_are_whole_everywhere(tmp_path: 
 def test_text_is_kept(tmp_path: Path) -> None:
     source = whole_file(tmp_path, {**FULL, "note": "größe"})
     for target in (None, Strategy.of({"h.0.w": Layout.of([2], [0, -1])})):
-        reshard.plan(source, target, files=Checkpoint2(1)).run(tmp_path / str(target is None), fsync=False)
+        reshard.plan(source, target, to="checkpoint2", target_step=1).run(tmp_path / str(target is None), fsync=False)
         found = reshard.open(tmp_path / str(target is None))
         assert found.tensors["note"].text == "größe"
 
@@ -302,7 +303,7 @@ def test_values_of_each_rank_s_own_are_kept(tmp_path: Path) -> None:
             {**blocks(FULL | STATES, one, rank), "seed": np.array([rank])},
         )
     source = reshard.open(tmp_path / "ranks", strategy=one, layout={"seed": "copy"})
-    reshard.plan(source, one, files=Checkpoint2(1)).run(tmp_path / "run", fsync=False)
+    reshard.plan(source, one, to="checkpoint2", target_step=1).run(tmp_path / "run", fsync=False)
     place = tmp_path / "run" / "iteration_00000001"
     assert "seed" not in metadata(place)["state_dict_metadata"]
     for rank in one.ranks:
@@ -313,16 +314,16 @@ def test_values_of_each_rank_s_own_are_kept(tmp_path: Path) -> None:
 def test_blocks_that_the_format_cannot_say(tmp_path: Path) -> None:
     source = whole_file(tmp_path)
     with refused(SourceError, "not-divisible", "'norm'", "dimension 0 of size 12", "4 or 6"):
-        reshard.plan(source, Strategy.of({"norm": Layout.of([5], [0])}), files=Checkpoint2())
+        reshard.plan(source, Strategy.of({"norm": Layout.of([5], [0])}), to="checkpoint2")
     with refused(SourceError, "unequal-blocks", "'norm'"):
-        reshard.plan(source, Strategy.of({"norm": Layout.of([2], [0], param_split_shape=[5, 7])}), files=Checkpoint2())
+        reshard.plan(source, Strategy.of({"norm": Layout.of([2], [0], param_split_shape=[5, 7])}), to="checkpoint2")
     with refused(SourceError, "unsupported-layout", "'norm'", "6 pieces"):
-        reshard.plan(source, Strategy.of({"norm": Layout.of([4, 3, 3], [-1], 6)}), files=Checkpoint2())
+        reshard.plan(source, Strategy.of({"norm": Layout.of([4, 3, 3], [-1], 6)}), to="checkpoint2")
     for name in ("a\nb", "a\u2028b", " a", "a,b"):  # mindformers takes escapes as they stand, and spaces off
         odd = whole_file(tmp_path, {name: FULL["norm"]})
         with refused(SourceError, "bad-name"):
-            reshard.plan(odd, Strategy.of({name: Layout.of([2], [0])}), files=Checkpoint2(1))
-    reshard.plan(odd, files=Checkpoint2(1))  # where no metadata are
+            reshard.plan(odd, Strategy.of({name: Layout.of([2], [0])}), to="checkpoint2", target_step=1)
+    reshard.plan(odd, to="checkpoint2", target_step=1)  # where no metadata are
 
 
 def test_what_does_not_go_with_it(tmp_path: Path, mindspore_data: Path) -> None:
@@ -334,8 +335,8 @@ def test_what_does_not_go_with_it(tmp_path: Path, mindspore_data: Path) -> None:
         ("not-encryptable", {"target_cipher": reshard.Cipher("AES-GCM", b"k" * 16)}),
     ):
         with refused(UsageError, code):
-            reshard.plan(source, one, files=Checkpoint2(), **options)
-    pattern = reshard.read_layouts(mindspore_data / "checkpoint2" / "graph_dp2_tp4" / "checkpoint")
+            reshard.plan(source, one, to="checkpoint2", **options)
+    pattern = mindspore_data / "checkpoint2" / "graph_dp2_tp4" / "checkpoint"
     with refused(UsageError, "wrong-type", "2.0"):
         reshard.plan(source, pattern)
     for wrong in ("a/b", ".a", "{rank}", "\n"):
@@ -347,12 +348,12 @@ def test_what_does_not_go_with_it(tmp_path: Path, mindspore_data: Path) -> None:
         with refused(UsageError, "not-json", "common.json"):
             Checkpoint2(common=common)
     with refused(SourceError, "not-a-checkpoint", "metadata.json", "2.0"):
-        reshard.read_layouts(mindspore_data / "checkpoint2" / "graph_1" / "checkpoint")
+        mindspore_data / "checkpoint2" / "graph_1" / "checkpoint"
 
 
 @pytest.mark.parametrize("prefix", ["", "a-model"])
 def test_a_prefix(tmp_path: Path, prefix: str) -> None:
-    reshard.plan(whole_file(tmp_path), files=Checkpoint2(prefix=prefix)).run(tmp_path / "run", fsync=False)
+    reshard.plan(whole_file(tmp_path), to="checkpoint2", prefix=prefix).run(tmp_path / "run", fsync=False)
     begin = f"{prefix}-" if prefix else ""
     place = tmp_path / "run" / "iteration_00000007"
     assert (place / f"{begin}model-0000000-0000001.safetensors").is_file()
@@ -361,7 +362,7 @@ def test_a_prefix(tmp_path: Path, prefix: str) -> None:
 
 def test_what_is_not_there_is_said_to_be_that(tmp_path: Path) -> None:
     with refused(SourceError, "not-found", tmp_path / "nothere"):
-        reshard.read_layouts(tmp_path / "nothere")
+        tmp_path / "nothere"
     failed(
         4, "not-found", "strategy", "from-checkpoint", tmp_path / "nothere", "-o", tmp_path / "s.ckpt",
         places=(tmp_path / "nothere",),
@@ -377,7 +378,7 @@ def test_states_that_the_target_has_no_place_for(tmp_path: Path) -> None:
         write_file(tmp_path / f"ranks/rank_{rank}/a.safetensors", blocks(FULL | STATES, one, rank))
     source = reshard.open(tmp_path / "ranks", strategy=one)
     weights = Strategy.of({name: one.tensors[name][0].layout for name in FULL})
-    plan = reshard.plan(source, weights, files=Checkpoint2(1))
+    plan = reshard.plan(source, weights, to="checkpoint2", target_step=1)
     assert set(plan.dropped) == set(STATES)
     plan.run(tmp_path / "run")
     assert_equal(reshard.open(tmp_path / "run"), FULL)
@@ -389,29 +390,33 @@ def test_a_source_need_not_count_steps_as_the_pattern_does(tmp_path: Path) -> No
     """Trainings of the dynamic graph list `global_step`; it is in `common.json` too."""
     every = {name: FULL[name] for name in ("emb", "norm")} | {"global_step": np.array([7], np.int32)}
     layouts = Strategy.of({"emb": Layout.of([2], [0, -1])})
-    reshard.plan(whole_file(tmp_path, every), layouts, files=Checkpoint2()).run(tmp_path / "like", fsync=False)
-    pattern = reshard.read_layouts(tmp_path / "like")
+    reshard.plan(whole_file(tmp_path, every), layouts, to="checkpoint2").run(tmp_path / "like", fsync=False)
+    pattern = tmp_path / "like"
     assert "global_step" in pattern.tensors
     some = whole_file(tmp_path, {"emb": FULL["emb"], "norm": FULL["norm"]}, "some.safetensors")
-    plan = reshard.plan(some, pattern, files=Checkpoint2(4))
+    plan = reshard.plan(some, pattern, to="checkpoint2", target_step=4)
     assert plan.missing == ("global_step",)
     with refused(SourceError, "missing-tensor", "'norm'"):
-        reshard.plan(whole_file(tmp_path, {"emb": FULL["emb"]}, "emb.safetensors"), pattern, files=Checkpoint2(4))
+        reshard.plan(
+            whole_file(tmp_path, {"emb": FULL["emb"]}, "emb.safetensors"), pattern, to="checkpoint2", target_step=4
+        )
 
 
 def test_a_whole_weight_that_the_pattern_lacks_is_not_hidden_in_files(tmp_path: Path) -> None:
     """Nothing would load it: the metadata of a pattern's training do not list it."""
     some = {name: FULL[name] for name in ("emb", "norm")}
     layouts = Strategy.of({"emb": Layout.of([2], [0, -1])})
-    reshard.plan(whole_file(tmp_path, {"emb": FULL["emb"]}), layouts, files=Checkpoint2(4)).run(tmp_path / "like")
-    pattern, source = reshard.read_layouts(tmp_path / "like"), whole_file(tmp_path, some, "more.safetensors")
+    reshard.plan(whole_file(tmp_path, {"emb": FULL["emb"]}), layouts, to="checkpoint2", target_step=4).run(
+        tmp_path / "like"
+    )
+    pattern, source = tmp_path / "like", whole_file(tmp_path, some, "more.safetensors")
     with refused(SourceError, "not-in-strategy", "'norm'"):
-        reshard.plan(source, pattern, files=Checkpoint2(4))
+        reshard.plan(source, pattern, to="checkpoint2", target_step=4)
 
 
 def test_the_size_of_files_of_a_plan_for_a_dcp(tmp_path: Path) -> None:
     write_file(tmp_path / "net.safetensors", EVERYTHING)
-    words = ("plan", tmp_path / "net.safetensors", "--format", "dcp", "--max-shard-size", "300B")
+    words = ("plan", tmp_path / "net.safetensors", "--to", "dcp", "--max-shard-size", "300B")
     assert "__0_1.distcp" in done(*words, "-v").stdout
 
 
@@ -446,15 +451,15 @@ def test_experts_are_stacked_as_the_pattern_has_them(tmp_path: Path, before: lis
         one = Strategy.of(
             {name: Layout.of(matrix, layout) for name in shapes[kind]} | {"norm": Layout.of(matrix, [-1])}
         )
-        plan = reshard.plan(whole_file(tmp_path, there, f"{kind}.safetensors"), one, files=Checkpoint2(1))
+        plan = reshard.plan(whole_file(tmp_path, there, f"{kind}.safetensors"), one, to="checkpoint2", target_step=1)
         plan.run(tmp_path / f"{kind} pattern", fsync=False)
     ranks = Strategy.of({name: Layout.of(before, [1, 0]) for name in full if name != "norm"})
     for rank in ranks.ranks:
         write_file(tmp_path / f"ranks/rank_{rank}/a.safetensors", blocks(full, ranks, rank) | {"norm": full["norm"]})
     source = reshard.open(tmp_path / "ranks", strategy=ranks)
     for kind in STACKS:
-        pattern = reshard.read_layouts(tmp_path / f"{kind} pattern")
-        plan = reshard.plan(source, pattern, files=Checkpoint2(2))
+        pattern = tmp_path / f"{kind} pattern"
+        plan = reshard.plan(source, pattern, to="checkpoint2", target_step=2)
         assert "over the same bytes: " in plan.warnings[0]
         plan.run(tmp_path / kind, fsync=False)
         source = reshard.open(tmp_path / kind)
@@ -471,7 +476,9 @@ def test_experts_are_stacked_as_the_pattern_has_them(tmp_path: Path, before: lis
 
 def test_other_shapes_than_the_pattern_s_are_refused(tmp_path: Path) -> None:
     other = whole_file(tmp_path, {"w": np.zeros((24, 48), np.float32)}, "other.safetensors")
-    reshard.plan(other, Strategy.of({"w": Layout.of([2], [0, -1])}), files=Checkpoint2(1)).run(tmp_path / "other")
+    reshard.plan(other, Strategy.of({"w": Layout.of([2], [0, -1])}), to="checkpoint2", target_step=1).run(
+        tmp_path / "other"
+    )
     source = whole_file(tmp_path, {"w": np.zeros((48, 24), np.float32)})
     with refused(SourceError, "wrong-shape", "'w'", "[48, 24]", "[24, 48]"):
-        reshard.plan(source, reshard.read_layouts(tmp_path / "other"), files=Checkpoint2(1))
+        reshard.plan(source, tmp_path / "other", to="checkpoint2", target_step=1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import numbers, tree, write_file, write_ranks
+from checkpoints import numbers, plan_with, tree, write_file, write_ranks
 from click.testing import CliRunner
 from format_files import saved, st_file
 from refusals import failed, refused
@@ -24,6 +24,7 @@ from reshard import Layout, Strategy
 from reshard.cli.main import cli
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
+from reshard.formats.dcp.names import DCP
 from reshard.kits.torch.pickling import pickled
 from reshard.kits.torch.saved_tensors import saved_tensor, saved_text
 
@@ -116,7 +117,7 @@ def test_a_pickle_is_read_by_python(value: object, protocol: int) -> None:
 
 
 def test_whole_tensors(tmp_path: Path) -> None:
-    reshard.plan(source(tmp_path), format="dcp").run(tmp_path / "out")
+    reshard.plan(source(tmp_path), to="dcp").run(tmp_path / "out")
     found = assert_whole(tmp_path / "out", FULL)
     assert sorted(path.name for path in (tmp_path / "out").glob("*.distcp")) == ["__0_0.distcp"]
     assert found.planner_data == {name: (name,) for name in FULL}
@@ -139,18 +140,18 @@ def test_every_dtype_of_torch(tmp_path: Path) -> None:
         kind = BY_NAME[name].safetensors
         header[name] = {"dtype": kind, "shape": [2, 3], "data_offsets": [begin, begin + array.nbytes]}
     file = saved(tmp_path, st_file(header, b"".join(array.tobytes() for array in full.values())), "a.safetensors")
-    reshard.plan(reshard.open(file), format="dcp").run(tmp_path / "out")
+    reshard.plan(reshard.open(file), to="dcp").run(tmp_path / "out")
     assert_whole(tmp_path / "out", full)
 
 
 def test_a_dtype_that_torch_has_not_is_refused(tmp_path: Path) -> None:
     file = write_file(tmp_path / "a.ckpt", {"w": np.zeros(3, ml_dtypes.int4)}, "ckpt")
     with refused(UsageError, "unsupported-dtype", "'w'", "int4"):
-        reshard.plan(reshard.open(file), format="dcp")
+        reshard.plan(reshard.open(file), to="dcp")
 
 
 def test_blocks_of_a_mesh_each_once(tmp_path: Path) -> None:
-    reshard.plan(source(tmp_path), strategy(), format="dcp").run(tmp_path / "out")
+    reshard.plan(source(tmp_path), strategy(), to="dcp").run(tmp_path / "out")
     found = assert_whole(tmp_path / "out", FULL)
     assert len(found.tensors["layer.w"].chunks) == 8
     assert found.tensors["layer.w"].chunks[:2] == [((0, 0), (4, 4)), ((0, 4), (4, 4))]
@@ -162,7 +163,7 @@ def test_blocks_of_a_mesh_each_once(tmp_path: Path) -> None:
 def test_replicas_are_spread_over_the_ranks(tmp_path: Path) -> None:
     full = numbers({f"w{number}": (8, 4) for number in range(8)})
     whole = Strategy.of({name: Layout.of([4], [-1, -1]) for name in full})
-    reshard.plan(source(tmp_path, full), whole, format="dcp").run(tmp_path / "out")
+    reshard.plan(source(tmp_path, full), whole, to="dcp").run(tmp_path / "out")
     found = assert_whole(tmp_path / "out", full)
     assert {path: len(ranges) for path, ranges in found.ranges.items()} == {
         f"__{rank}_0.distcp": 2 for rank in range(4)
@@ -174,22 +175,22 @@ def test_of_stages_that_cut_a_tensor_otherwise_the_first_counts(tmp_path: Path) 
     full = numbers({"w": (4, 4), "b": (3,)})
     cut = {0: Layout.of([2], [0, -1]), 1: Layout.of([2], [-1, 0])}
     target = Strategy.of({"w": cut, "b": {1: Layout.of([2], [-1])}})
-    reshard.plan(source(tmp_path, full), target, format="dcp").run(tmp_path / "dcp")
+    reshard.plan(source(tmp_path, full), target, to="dcp").run(tmp_path / "dcp")
     assert_whole(tmp_path / "dcp", full)
     assert reshard.verify(tmp_path / "dcp")
 
 
 def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
     full = numbers({f"w{number}": (8, 4) for number in range(5)} | {"large": (40, 8)})
-    files = reshard.DCP(max_shard_size=300)
-    reshard.plan(source(tmp_path, full), files=files).run(tmp_path / "out")
+    files = DCP(max_shard_size=300)
+    plan_with(source(tmp_path, full), files=files).run(tmp_path / "out")
     found = assert_whole(tmp_path / "out", full)
     assert sorted(map(len, found.ranges.values())) == [1, 1, 2, 2]
 
 
 def test_from_ranks_with_texts(tmp_path: Path) -> None:
     file = write_file(tmp_path / "a.ckpt", {**FULL, "lr": "cosine", "none": ""}, "ckpt")
-    reshard.plan(reshard.open(file), strategy(), format="dcp").run(tmp_path / "out")
+    reshard.plan(reshard.open(file), strategy(), to="dcp").run(tmp_path / "out")
     found = assert_whole(tmp_path / "out", FULL)
     assert found.objects == {"lr": "cosine", "none": ""}
 
@@ -201,7 +202,7 @@ def test_rows_become_columns(tmp_path: Path) -> None:
     checkpoint = reshard.open(write_ranks(tmp_path / "src", full, rows), strategy=rows)
     made = []
     for number, options in enumerate([{"threads": 1}, {"threads": 4}, {"scheduler": "synchronous"}]):
-        reshard.plan(checkpoint, columns, format="dcp").run(tmp_path / f"{number}", **options)
+        reshard.plan(checkpoint, columns, to="dcp").run(tmp_path / f"{number}", **options)
         assert_whole(tmp_path / f"{number}", full)
         made.append({name: content for name, content in tree(tmp_path / f"{number}").items() if ".reshard" not in name})
     assert made[0] == made[1] == made[2]
@@ -211,7 +212,7 @@ def test_selected_renamed_and_cast(tmp_path: Path) -> None:
     selection = reshard.Selection(
         include=("layer.*", "step"), name_map={"layer.*": "model.*.x"}, cast={"float32": "bfloat16"}
     )
-    reshard.plan(source(tmp_path), format="dcp", selection=selection).run(tmp_path / "out")
+    reshard.plan(source(tmp_path), to="dcp", selection=selection).run(tmp_path / "out")
     expected = {"model.w.x": FULL["layer.w"], "model.b.x": FULL["layer.b"], "step": FULL["step"]}
     assert_whole(tmp_path / "out", {name: array.astype(ml_dtypes.bfloat16) for name, array in expected.items()})
 
@@ -219,8 +220,8 @@ def test_selected_renamed_and_cast(tmp_path: Path) -> None:
 def test_at_a_url(tmp_path: Path) -> None:
     import fsspec
 
-    reshard.plan(source(tmp_path), strategy(), format="dcp").run(tmp_path / "local")
-    reshard.plan(source(tmp_path), strategy(), format="dcp").run("memory://dcp-out")
+    reshard.plan(source(tmp_path), strategy(), to="dcp").run(tmp_path / "local")
+    reshard.plan(source(tmp_path), strategy(), to="dcp").run("memory://dcp-out")
     fs = fsspec.filesystem("memory")
     for path in (tmp_path / "local").glob("[!.]*"):
         assert fs.cat(f"/dcp-out/{path.name}") == path.read_bytes()
@@ -230,7 +231,7 @@ def test_at_a_url(tmp_path: Path) -> None:
 def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     uneven = Strategy.of({"layer.b": Layout.of([3], [0])})
     with refused(SourceError, "not-divisible", "'layer.b'", "dimension 0 of size 8"):
-        reshard.plan(source(tmp_path), uneven, format="dcp")
+        reshard.plan(source(tmp_path), uneven, to="dcp")
 
 
 @pytest.mark.parametrize(
@@ -240,17 +241,17 @@ def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 )
 def test_what_a_dcp_has_not(options: dict[str, Any], tmp_path: Path) -> None:
     with refused(UsageError, "needs-all-ranks"):
-        reshard.plan(source(tmp_path), strategy(), format="dcp", **options)
+        reshard.plan(source(tmp_path), strategy(), to="dcp", **options)
 
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     checkpoint = source(tmp_path)
     with refused(UsageError, "wrong-format"):
-        reshard.plan(checkpoint, format="dcp", files=reshard.MindSporeSet())
+        reshard.plan(checkpoint, to="mindspore")
     with refused(UsageError, "wrong-format"):
-        reshard.plan(checkpoint, format="ckpt", files=reshard.DCP())
+        reshard.plan(checkpoint, to="dcp")
     with refused(UsageError, "out-of-range", "0 bytes", "at least 1"):
-        reshard.DCP(0)
+        DCP(0)
 
 
 def invoke(*arguments: object) -> str:
@@ -262,12 +263,12 @@ def invoke(*arguments: object) -> str:
 def test_commands(tmp_path: Path) -> None:
     root = source(tmp_path).root
     reshard.write_strategy(strategy(), tmp_path / "strategy.json")
-    target = ["--target-strategy", tmp_path / "strategy.json", "--format", "dcp"]
-    assert "8 dcp files and their index" in invoke("transform", root, tmp_path / "one", *target, "--dry-run")
-    invoke("transform", root, tmp_path / "one", *target)
-    assert "nothing is left to do" in invoke("transform", root, tmp_path / "one", *target)
+    target = ["--target-strategy", tmp_path / "strategy.json", "--to", "dcp"]
+    assert "8 dcp files and their index" in invoke("convert", root, tmp_path / "one", *target, "--dry-run")
+    invoke("convert", root, tmp_path / "one", *target)
+    assert "nothing is left to do" in invoke("convert", root, tmp_path / "one", *target)
     assert_whole(tmp_path / "one", FULL)
-    invoke("unify", root, tmp_path / "two", "--format", "dcp", "--max-shard-size", "300B")
+    invoke("convert", root, tmp_path / "two", "--to", "dcp", "--max-shard-size", "300B")
     assert len(assert_whole(tmp_path / "two", FULL).ranges) == 3
     invoke("plan", root, *target, "-o", tmp_path / "plan.json")
     invoke("run", tmp_path / "plan.json", tmp_path / "three")
@@ -276,7 +277,7 @@ def test_commands(tmp_path: Path) -> None:
 
 def test_the_ledger_says_what_it_is_made_from(tmp_path: Path) -> None:
     made = source(tmp_path)
-    reshard.plan(made, strategy(), format="dcp").run(tmp_path / "out")
+    reshard.plan(made, strategy(), to="dcp").run(tmp_path / "out")
     found = reshard.verify(tmp_path / "out")
     assert found.equal
     assert found.against == made.root
@@ -284,19 +285,19 @@ def test_the_ledger_says_what_it_is_made_from(tmp_path: Path) -> None:
     assert reshard.verify(tmp_path / "out").against is None
 
 
-@pytest.mark.parametrize("options", [["--prefix", "a"], ["--style", "checkpoint2"]])
+@pytest.mark.parametrize("options", [["--prefix", "a"], ["--to", "checkpoint2"]])
 def test_options_of_other_targets(options: list[str], tmp_path: Path) -> None:
-    arguments = ["transform", source(tmp_path).root, str(tmp_path / "out"), "--format", "dcp", *options]
+    arguments = ["convert", source(tmp_path).root, str(tmp_path / "out"), "--to", "dcp", *options]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 2
     assert options[0] in done.output
 
 
 def test_metadata_is_last_and_withdrawn_first(tmp_path: Path) -> None:
-    plan = reshard.plan(source(tmp_path), format="dcp")
+    plan = reshard.plan(source(tmp_path), to="dcp")
     assert [file.path for file in plan._record.files if file.last] == [".metadata"]
     plan.run(tmp_path / "out")
-    other = reshard.plan(source(tmp_path, numbers({"w": (4, 4)})), format="dcp")
+    other = reshard.plan(source(tmp_path, numbers({"w": (4, 4)})), to="dcp")
     other.run(tmp_path / "out", overwrite=True)
     assert_whole(tmp_path / "out", numbers({"w": (4, 4)}))
 
@@ -305,7 +306,7 @@ def test_names_are_pickled_once(tmp_path: Path) -> None:
     """Of 2,000 blocks the metadata have some 100 bytes each."""
     full = numbers({"a long name of a tensor": (2000, 1)})
     rows = Strategy.of({name: Layout.of([2000], [0, -1]) for name in full})
-    plan = reshard.plan(source(tmp_path, full), rows, format="dcp")
+    plan = reshard.plan(source(tmp_path, full), rows, to="dcp")
     (metadata,) = [file for file in plan._record.files if file.last]
     content = metadata.layout.literals[0][1]
     assert len(content) < 2000 * 130
@@ -314,7 +315,7 @@ def test_names_are_pickled_once(tmp_path: Path) -> None:
 
 def test_a_changed_bit_is_seen_by_its_sum(tmp_path: Path) -> None:
     """The reader of these tests finds what is wrong."""
-    reshard.plan(source(tmp_path), format="dcp").run(tmp_path / "out")
+    reshard.plan(source(tmp_path), to="dcp").run(tmp_path / "out")
     path = tmp_path / "out" / "__0_0.distcp"
     content = bytearray(path.read_bytes())
     content[content.index(FULL["layer.w"].tobytes())] ^= 1
@@ -345,7 +346,7 @@ def test_a_mesh_and_placements(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(RULES_FILE)
     make = ["strategy", "make", tmp_path / "rules.yaml", "--like", root, "-o"]
     invoke(*make, tmp_path / "strategy.ckpt")
-    invoke("transform", root, tmp_path / "out", "--target-strategy", tmp_path / "strategy.ckpt", "--format", "dcp")
+    invoke("convert", root, tmp_path / "out", "--target-strategy", tmp_path / "strategy.ckpt", "--to", "dcp")
     boxes = {name: sorted(tensor.chunks) for name, tensor in assert_whole(tmp_path / "out", full).tensors.items()}
     assert boxes["a.rows"] == [((0, 0), (3, 3)), ((3, 0), (2, 3))]
     assert boxes["a.both"] == sorted(
@@ -396,7 +397,7 @@ def test_items_cost_a_write_of_their_own_each(tmp_path: Path, monkeypatch: pytes
         return pwrite(fd, content, offset)
 
     one = source(tmp_path, numbers({f"w{number}": (number, 3) for number in range(1, 101)}))
-    plan = reshard.plan(one, format="dcp")
+    plan = reshard.plan(one, to="dcp")
     monkeypatch.setattr(os, "pwrite", counted)
     plan.run(tmp_path / "out", ledger=False)
     assert len(written) == 100 + 101 + 1  # contents, heads and ends, metadata
@@ -415,12 +416,12 @@ def test_real_ones_to_another_mesh_and_back(name: str, mindspore_data: Path, tmp
     root = mindspore_data / "dcp" / name
     full = {name.replace("\\", "/"): array for name, array in np.load(root / "full.npz").items()}
     real = reshard.open(root / "checkpoint")
-    reshard.plan(real, format="dcp").run(tmp_path / "whole")
+    reshard.plan(real, to="dcp").run(tmp_path / "whole")
     whole = reshard.open(tmp_path / "whole")
     shapes = {name: tensor.spec.shape for name, tensor in whole.tensors.items() if tensor.spec.shape}
     rows = Strategy.from_rules(shapes, {"dp": 3}, {"*": ["shard(0)"]})
-    reshard.plan(whole, rows, format="dcp").run(tmp_path / "rows")
-    reshard.plan(reshard.open(tmp_path / "rows"), format="dcp").run(tmp_path / "back")
+    reshard.plan(whole, rows, to="dcp").run(tmp_path / "rows")
+    reshard.plan(reshard.open(tmp_path / "rows"), to="dcp").run(tmp_path / "back")
     for path in ("whole", "rows", "back"):
         found = read(tmp_path / path).whole()
         assert found.keys() == real.tensors.keys() == full.keys()

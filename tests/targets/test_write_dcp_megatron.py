@@ -99,8 +99,8 @@ def hf(tmp_path: Path) -> Path:
 
 def made(hf: Path, target: Path, rules: str, step: int | None) -> Path:
     """Return the directory of the DCP."""
-    words = ["--format", "dcp", "--rules", rules, "--let", "divisor=32"]
-    done("unify", hf, target, *words, *([] if step is None else ["--target-step", f"{step}"]))
+    words = ["--to", "dcp", "--rules", rules, "--let", "divisor=32"]
+    done("convert", "--to=mindspore", hf, target, *words, *([] if step is None else ["--target-step", f"{step}"]))
     return target if step is None else target / f"iter_{step:07}"
 
 
@@ -117,13 +117,13 @@ def test_what_is_beside(hf: Path, tmp_path: Path, rules: str, step: int | None) 
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").exists() == (step is not None)
     done("verify", tmp_path / "out")
     again = reshard.open(tmp_path / "out")  # what was made is carried over
-    reshard.plan(again, format="dcp").run(tmp_path / "again")
+    reshard.plan(again, to="dcp").run(tmp_path / "again")
     for name in BESIDE:
         assert (next((tmp_path / "again").rglob(name))).read_bytes() == (out / name).read_bytes()
 
 
 def test_not_for_pytorch(hf: Path, tmp_path: Path) -> None:
-    done("unify", hf, tmp_path / "out", "--format", "dcp")
+    done("convert", hf, tmp_path / "out", "--to", "dcp")
     assert not [name for name in BESIDE if (tmp_path / "out" / name).exists()]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import numbers
+from checkpoints import numbers, plan_with
 from commands import call, done
 from dcp_files import item, saved, write_torch
 from fsspec.core import url_to_fs
@@ -18,9 +18,10 @@ from refusals import failed, refused
 from written_dcp import read
 
 import reshard
-from reshard import DCP, Selection, Strategy, read_object
+from reshard import Selection, Strategy, read_object
 from reshard.errors import SourceError, UsageError
 from reshard.formats.dcp import carried as module
+from reshard.formats.dcp.names import DCP
 from reshard.formats.orbax.options import OrbaxTree
 from reshard.kits.torch.objects import contents
 
@@ -54,14 +55,14 @@ def test_real_ones_are_carried(root: Callable[[str], Path], tmp_path: Path, name
     """Whole, as rows of three and back: the bytes of every object, and where all is in the state that was saved."""
     source = reshard.open(root(name))
     assert source._record.extras.objects
-    plan = reshard.plan(source, format="dcp")
+    plan = reshard.plan(source, to="dcp")
     assert not plan.dropped
     assert dict(plan._record.memory)["objects"] == sum(map(len, held(source).values()))
     plan.run(tmp_path / "whole", fsync=False)
     shapes = {key: tensor.spec.shape for key, tensor in source.tensors.items() if tensor.spec.shape}
     rows = Strategy.from_rules(shapes, {"dp": 3}, {"*": ["shard(0)"]})
-    reshard.plan(reshard.open(tmp_path / "whole"), rows, format="dcp").run(tmp_path / "rows", fsync=False)
-    reshard.plan(reshard.open(tmp_path / "rows"), format="dcp").run(tmp_path / "back", fsync=False)
+    reshard.plan(reshard.open(tmp_path / "whole"), rows, to="dcp").run(tmp_path / "rows", fsync=False)
+    reshard.plan(reshard.open(tmp_path / "rows"), to="dcp").run(tmp_path / "back", fsync=False)
     for target in ("whole", "rows", "back"):
         found = reshard.open(tmp_path / target)
         assert held(found) == held(source)
@@ -84,7 +85,7 @@ def test_paths_follow_new_names(root: Callable[[str], Path], tmp_path: Path) -> 
         "optim.state.layers.*": "optim.state.blocks.*",
         "lr_scheduler.*": "lr.*",
     }
-    plan = reshard.plan(source, format="dcp", selection=Selection(name_map=names))
+    plan = reshard.plan(source, to="dcp", selection=Selection(name_map=names))
     (warning,) = plan.warnings
     assert warning.startswith("optim.param_groups.0.params: carried as it is, with the names that parameters had")
     plan.run(tmp_path / "out", fsync=False)
@@ -96,9 +97,9 @@ def test_paths_follow_new_names(root: Callable[[str], Path], tmp_path: Path) -> 
     assert (found.objects["lr.last_epoch"], found.objects["step"]) == (7, 7)
     assert reshard.verify(tmp_path / "out").equal
     for selection in (Selection(exclude=("model.emb.*",)), Selection(exclude=("optim.state.*",))):
-        assert warning in reshard.plan(source, format="dcp", selection=selection).warnings
-    assert not reshard.plan(source, format="dcp").warnings
-    assert not reshard.plan(source, format="dcp", selection=Selection(include=("model.*", "step"))).warnings
+        assert warning in reshard.plan(source, to="dcp", selection=selection).warnings
+    assert not reshard.plan(source, to="dcp").warnings
+    assert not reshard.plan(source, to="dcp", selection=Selection(include=("model.*", "step"))).warnings
 
 
 def test_at_a_url(root: Callable[[str], Path], tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_at_a_url(root: Callable[[str], Path], tmp_path: Path) -> None:
         fs.pipe(f"{place}/{path.name}", path.read_bytes())
     source = reshard.open("memory://objects")
     assert read_object(source, "common.pt") == read_object(reshard.open(root("mcore_tp2_pp2")), "common.pt")
-    reshard.plan(source, format="dcp").run("memory://carried-objects")
+    reshard.plan(source, to="dcp").run("memory://carried-objects")
     found = reshard.open("memory://carried-objects")
     assert held(found) == held(source) == held(reshard.open(root("mcore_tp2_pp2")))
     assert dict(contents(found._record.extras.beside)) == dict(contents(source._record.extras.beside))
@@ -118,8 +119,8 @@ def test_names_that_cannot_be_nested(tmp_path: Path) -> None:
     """A list has places alone."""
     source = made(tmp_path, paths={"w": ("w",), "a.0": ("a", 0), "a.1": ("a", 1)}, a__0=saved(1), a__1=saved(2))
     with refused(SourceError, "conflicting-names"):
-        reshard.plan(source, format="dcp", selection=Selection(name_map={"a.0": "a.b"}))
-    reshard.plan(source, format="dcp", selection=Selection(name_map={"a.*": "b.*"})).run(tmp_path / "out")
+        reshard.plan(source, to="dcp", selection=Selection(name_map={"a.0": "a.b"}))
+    reshard.plan(source, to="dcp", selection=Selection(name_map={"a.*": "b.*"})).run(tmp_path / "out")
     paths = reshard.open(tmp_path / "out")._record.extras.paths
     assert paths == {"w": ("w",), "v": ("v",), "b.0": ("b", 0), "b.1": ("b", 1)}
 
@@ -131,13 +132,13 @@ def test_what_is_chosen_is_carried(root: Callable[[str], Path], tmp_path: Path) 
         (["--weights-only"], 0),
         (["--include", "model.*", "--include", "step"], 1),
     )):  # fmt: skip
-        done("unify", root("fsdp2_uneven"), tmp_path / f"{number}", "--format", "dcp", *options)
+        done("convert", root("fsdp2_uneven"), tmp_path / f"{number}", "--to", "dcp", *options)
         found = reshard.open(tmp_path / f"{number}")
         assert len(found._record.extras.objects) == carried
         assert reshard.verify(tmp_path / f"{number}").equal
-    target = done("unify", root("fsdp2_uneven"), tmp_path / "hf", "--style", "huggingface", "--dry-run", "-v").stdout
+    target = done("convert", root("fsdp2_uneven"), tmp_path / "hf", "--to", "hf", "--dry-run", "-v").stdout
     assert "dropped  15 names: optim.param_groups.0.lr" in target
-    orbax = reshard.plan(reshard.open(root("mcore_tp2_pp2")), files=OrbaxTree())
+    orbax = plan_with(reshard.open(root("mcore_tp2_pp2")), files=OrbaxTree())
     assert set(MEGATRON) < set(orbax.dropped)
 
 
@@ -147,37 +148,37 @@ def test_what_megatron_says_is_read_for_a_step_alone(
     asked: list[Any] = []
     monkeypatch.setattr(module, "iteration", asked.append)
     source = reshard.open(root("mcore_tp2_pp2"))
-    reshard.plan(source, format="dcp")
+    reshard.plan(source, to="dcp")
     assert not asked
-    reshard.plan(source, files=DCP(step=7))
+    reshard.plan(source, to="dcp", target_step=7)
     assert asked == [source._record]
 
 
 def test_a_name_twice(tmp_path: Path) -> None:
     source = made(tmp_path, o=saved(1))
     with refused(UsageError, "duplicate-name", "'v'"):
-        reshard.plan(source, format="dcp", selection=Selection(name_map={"o": "v"}))
+        reshard.plan(source, to="dcp", selection=Selection(name_map={"o": "v"}))
     with refused(UsageError, "no-tensors"):
-        reshard.plan(source, format="dcp", selection=Selection(include=("o",)))
+        reshard.plan(source, to="dcp", selection=Selection(include=("o",)))
 
 
 def test_damaged_ones_are_not_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = saved("word").replace(b"word", b"Word", 1)
     source = made(tmp_path, good=saved(1), o=content)
     failed(
-        4, "wrong-checksum", "unify", source.root, tmp_path / "out", "--format", "dcp",
+        4, "wrong-checksum", "convert", source.root, tmp_path / "out", "--to", "dcp",
         places=("object 'o'", "archive/data.pkl", "--exclude o"),
     )  # fmt: skip
-    done("unify", source.root, tmp_path / "out", "--format", "dcp", "--exclude", "o")
+    done("convert", source.root, tmp_path / "out", "--to", "dcp", "--exclude", "o")
     assert set(reshard.open(tmp_path / "out")._record.extras.objects) == {"good"}
     monkeypatch.setattr(module, "LARGEST", len(content))
     with refused(SourceError, "too-large", "objects", "exclude="):
-        reshard.plan(source, format="dcp")
+        reshard.plan(source, to="dcp")
 
 
 def test_those_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     write_torch(tmp_path / "src", FULL, {0: ITEMS}, objects={"o": saved(1)}, coded=["stream.zstd/1"])
-    plan = reshard.plan(reshard.open(tmp_path / "src"), format="dcp")
+    plan = reshard.plan(reshard.open(tmp_path / "src"), to="dcp")
     assert plan.dropped == ("o",)
     plan.run(tmp_path / "out")
     found = reshard.verify(tmp_path / "out")
@@ -187,7 +188,7 @@ def test_those_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
 
 def test_objects_that_differ_are_found(tmp_path: Path) -> None:
     source = made(tmp_path, a=saved("one"), b=saved("two"))
-    reshard.plan(source, format="dcp").run(tmp_path / "out")
+    reshard.plan(source, to="dcp").run(tmp_path / "out")
     others = {"a": saved("one"), "b": saved("TWO")}
     write_torch(tmp_path / "changed", FULL, {0: ITEMS}, objects=others)
     write_torch(tmp_path / "fewer", FULL, {0: ITEMS}, objects={"a": saved("one")})
@@ -203,10 +204,10 @@ def test_objects_that_differ_are_found(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_planned_is_planned_again(root: Callable[[str], Path], tmp_path: Path) -> None:
-    words = ("--format", "dcp", "--target-step", "5")
+    words = ("--to", "dcp", "--target-step", "5")
     done("plan", root("mcore_tp2_pp2"), "-o", tmp_path / "plan.json", *words)
     done("run", tmp_path / "plan.json", tmp_path / "out")
-    again = done("unify", root("mcore_tp2_pp2"), tmp_path / "out", *words).stdout
+    again = done("convert", "--to=mindspore", root("mcore_tp2_pp2"), tmp_path / "out", *words).stdout
     assert "nothing is left to do: 1 dcp file and its index" in again
 
 
@@ -217,7 +218,7 @@ def test_a_run_that_is_planned_is_planned_again(root: Callable[[str], Path], tmp
 def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """Below the directory of a run, as Megatron looks for them; of the optimizer every bit."""
     source = reshard.open(root(name))
-    done("unify", root(name), tmp_path / "run", "--format", "dcp", "--target-step", "5")
+    done("convert", root(name), tmp_path / "run", "--to", "dcp", "--target-step", "5")
     found = reshard.open(tmp_path / "run")
     assert found.root == str(tmp_path / "run" / "iter_0000005")
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "5"
@@ -243,20 +244,20 @@ def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, 
 
 def test_the_step_of_a_run(root: Callable[[str], Path], tmp_path: Path) -> None:
     source = reshard.open(root("mcore_tp2_pp2"))
-    done("unify", root("mcore_tp2_pp2"), tmp_path, "--format", "dcp", "--target-step", "5")
-    other = done("transform", tmp_path, tmp_path, "--format", "dcp", "--target-step", "12")
+    done("convert", root("mcore_tp2_pp2"), tmp_path, "--to", "dcp", "--target-step", "5")
+    other = done("convert", tmp_path, tmp_path, "--to", "dcp", "--target-step", "12")
     assert "warning: " in other.stderr
     assert "says iteration 5, and is carried so to iteration 12" in other.stderr.replace("\n", " ")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"
     assert [one.name for one in tmp_path.glob("iter_*")]
     failed(
-        6, "is-iteration", "unify", tmp_path, tmp_path / "iter_0000005", "--format", "dcp", "--target-step", "5",
+        6, "is-iteration", "convert", tmp_path, tmp_path / "iter_0000005", "--to", "dcp", "--target-step", "5",
         places=("iter_0000005",),
     )  # fmt: skip
     for step in (-1, 10**18):
         with refused(UsageError, "out-of-range", f"step is {step}"):
             DCP(step=step)
-    plan = reshard.plan(source, files=DCP(step=7))
+    plan = reshard.plan(source, to="dcp", target_step=7)
     assert [file.path for file in plan._record.files if file.last] == [
         "iter_0000007/common.pt", "iter_0000007/metadata.json", "iter_0000007/.metadata",
         "latest_checkpointed_iteration.txt",
@@ -270,7 +271,7 @@ def test_a_file_of_another_program_is_not_megatrons(tmp_path: Path) -> None:
         (Path(source.root) / name).write_text("{}")
     found = reshard.open(source.root)
     assert not found._record.extras.beside
-    reshard.plan(found, format="dcp").run(tmp_path / "out")
+    reshard.plan(found, to="dcp").run(tmp_path / "out")
     assert read(tmp_path / "out").planner_data == {"w": ("w",), "v": ("v",), "o": ("o",)}
 
 
@@ -280,8 +281,8 @@ def test_a_damaged_common_file(root: Callable[[str], Path], tmp_path: Path) -> N
     content[content.index(b"iteration")] ^= 1
     (copied / "common.pt").write_bytes(content)
     with refused(SourceError, "wrong-checksum", "'common.pt'"):
-        reshard.plan(reshard.open(copied), format="dcp")
-    reshard.plan(reshard.open(copied), format="safetensors").run(tmp_path / "whole")
+        reshard.plan(reshard.open(copied), to="dcp")
+    reshard.plan(reshard.open(copied), to="safetensors").run(tmp_path / "whole")
 
 
 # --- with PyTorch, and with Megatron ---
@@ -316,7 +317,7 @@ print("LOADED", found[0]["optim"]["param_groups"][0]["lr"], groups["lr"], groups
 @pytest.mark.torch
 @pytest.mark.skipif(not TORCH, reason="RESHARD_TORCH_PYTHON names no Python that has PyTorch")
 def test_pytorch_loads_equal_objects(root: Callable[[str], Path], tmp_path: Path) -> None:
-    reshard.plan(reshard.open(root("fsdp2_uneven")), format="dcp").run(tmp_path / "out")
+    reshard.plan(reshard.open(root("fsdp2_uneven")), to="dcp").run(tmp_path / "out")
     loaded = run(TORCH, EQUAL, tmp_path / "out", root("fsdp2_uneven"), tmp_path / "whole.pt")
     assert loaded == "LOADED 0.001 0.001 (0.9, 0.999) ['emb.weight', 'layers.0.norm.weight']\n"
 
@@ -352,7 +353,7 @@ print("LOADED", load_common_state_dict(sys.argv[1])["iteration"], len(expected))
 @pytest.mark.parametrize("name", ["mcore_tp2_pp2", "mcore_flat"])
 def test_megatron_loads_it(root: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """Also states that it kept flattened once, and would not load from what it wrote then."""
-    reshard.plan(reshard.open(root(name)), files=DCP(step=5)).run(tmp_path / "run")
+    reshard.plan(reshard.open(root(name)), to="dcp", target_step=5).run(tmp_path / "run")
     more = ["objects"] if name == "mcore_tp2_pp2" else []
     arguments = (root(name).parent, tmp_path / "meet", *more)
     found = run(MEGATRON_PYTHON, LOAD, tmp_path / "run" / "iter_0000005", *arguments)

@@ -21,7 +21,7 @@ FULL = numbers({f"w{number}": (16, 8) for number in range(6)})
 @pytest.fixture
 def plan(tmp_path: Path) -> reshard.Plan:
     checkpoint = reshard.open(write_file(tmp_path / "src.safetensors", FULL))
-    return reshard.plan(checkpoint, files=reshard.DCP(max_shard_size=512))
+    return reshard.plan(checkpoint, to="dcp", max_shard_size=512)
 
 
 def unfinished(target: Path) -> list[Path]:
@@ -64,7 +64,7 @@ def test_a_file_with_a_wrong_byte_is_written_again(
 def test_sums_of_what_two_runs_wrote(tasks: int, tmp_path: Path) -> None:
     """A run knows the sums of what it writes; of what is there already it must look."""
     full = numbers({"w": (32, 32)})
-    plan = reshard.plan(reshard.open(write_file(tmp_path / "src.safetensors", full)), files=reshard.DCP())
+    plan = reshard.plan(reshard.open(write_file(tmp_path / "src.safetensors", full)), to="dcp")
     stopped(plan, tmp_path / "out", tasks=tasks)
     report = plan.run(tmp_path / "out")
     assert report.resumed == (tasks - 1) * 512  # two files are made first, and what comes with the last is noted

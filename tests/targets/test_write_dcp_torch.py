@@ -196,14 +196,14 @@ def test_every_dtype_is_loaded_whole(sharded: bool, tmp_path: Path) -> None:
     rules = {"scalar": None, "*": ["shard(0)", "replicate"]}
     shapes = {name: array.shape for name, array in full.items() if array.size}
     strategy = Strategy.from_rules(shapes, {"dp": 2, "tp": 2}, rules) if sharded else None
-    reshard.plan(checkpoint, strategy, format="dcp").run(tmp_path / "out")
+    reshard.plan(checkpoint, strategy, to="dcp").run(tmp_path / "out")
     assert torch(PLAIN, tmp_path, tmp_path / "out", expected(tmp_path / "full.npz", full)) == "TEXTS []\n"
 
 
 def test_texts_are_loaded(tmp_path: Path) -> None:
     full = numbers({"w": (4, 3)}) | {"b": np.ones(3, ml_dtypes.bfloat16)}
     file = write_file(tmp_path / "a.ckpt", {**full, "lr": "cosine", "none": ""}, "ckpt")
-    reshard.plan(reshard.open(file), format="dcp").run(tmp_path / "out")
+    reshard.plan(reshard.open(file), to="dcp").run(tmp_path / "out")
     done = torch(PLAIN, tmp_path, tmp_path / "out", expected(tmp_path / "full.npz", full))
     assert done == "TEXTS [('lr', 'cosine'), ('none', '')]\n"
 
@@ -221,14 +221,14 @@ def test_fsdp_and_tensor_parallel_meshes(mesh: dict[str, int] | None, tmp_path: 
         rules = {"*.weight": ["shard(0)", *["shard(0)"] * (len(mesh) - 1)]}
         strategy = Strategy.from_rules(shapes, mesh, rules)
     checkpoint = reshard.open(write_file(tmp_path / "a.safetensors", full))
-    reshard.plan(checkpoint, strategy, format="dcp").run(tmp_path / "out")
+    reshard.plan(checkpoint, strategy, to="dcp").run(tmp_path / "out")
     arguments = (tmp_path / "out", expected(tmp_path / "full.npz", full), tmp_path / "meet")
     assert torch(MESHES, tmp_path, *arguments).endswith("SAME\n")
 
 
 def renamed(root: Path, source: reshard.Checkpoint, names: dict[str, str], **chosen: Any) -> dict[str, str]:
     """Link, and return the names of all that is linked, old to new."""
-    plan = reshard.plan(source, files=reshard.DCP(link=True), selection=reshard.Selection(name_map=names, **chosen))
+    plan = reshard.plan(source, to="dcp", link=True, selection=reshard.Selection(name_map=names, **chosen))
     plan.run(root / "out")
     found = reshard.Selection(name_map=names).renamed([*source._record.all_names], source._record.all_names)
     kept = {old: new for old, new in found.items() if old not in plan.left_out}
@@ -287,6 +287,6 @@ def test_merged_by_metadata_alone(mindspore_data: Path, tmp_path: Path) -> None:
 def test_metadata_of_each_rank_in_one(mindspore_data: Path, tmp_path: Path) -> None:
     """PyTorch loads them, where it cannot by one process what every rank wrote for itself."""
     case = mindspore_data / "dcp" / "rank_local"
-    reshard.plan(reshard.open(case / "checkpoint"), files=reshard.DCP(link=True)).run(tmp_path / "out")
+    reshard.plan(reshard.open(case / "checkpoint"), to="dcp", link=True).run(tmp_path / "out")
     script = SAME + "state = {'w': torch.zeros(expected['w'].shape)}\ndcp.load(state, checkpoint_id=sys.argv[1])\n"
     torch(script + "check('w', state['w'])", tmp_path, tmp_path / "out", case / "full.npz")

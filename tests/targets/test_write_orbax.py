@@ -69,7 +69,7 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
 @pytest.fixture
 def written(tmp_path: Path) -> dict[str, np.ndarray[Any, Any]]:
     full = arrays()
-    reshard.write(full, tmp_path / "in", format="safetensors")
+    reshard.write(full, tmp_path / "in", to="safetensors")
     done("convert", tmp_path / "in", tmp_path / "out", "--to", "orbax")
     return full
 
@@ -127,13 +127,13 @@ def test_a_plan_is_saved_and_run(tmp_path: Path, written: dict[str, np.ndarray[A
 
 
 def test_names_that_make_no_tree(tmp_path: Path) -> None:
-    source = reshard.write({"a": np.zeros(2), "a.b": np.zeros(2)}, tmp_path / "in", format="safetensors")
+    source = reshard.write({"a": np.zeros(2), "a.b": np.zeros(2)}, tmp_path / "in", to="safetensors")
     with pytest.raises(UsageError) as caught:
-        reshard.plan(reshard.open(tmp_path / "in"), format="orbax")
+        reshard.plan(reshard.open(tmp_path / "in"), to="orbax")
     assert caught.value.code == "colliding-names"
-    reshard.write({"mlp/~/linear.w": np.zeros(2)}, tmp_path / "haiku", format="safetensors")
+    reshard.write({"mlp/~/linear.w": np.zeros(2)}, tmp_path / "haiku", to="safetensors")
     with pytest.raises(UsageError) as caught:
-        reshard.plan(reshard.open(tmp_path / "haiku"), format="orbax")
+        reshard.plan(reshard.open(tmp_path / "haiku"), to="orbax")
     assert caught.value.code == "bad-name"
     failed(2, "option-of-another-format", "convert", tmp_path / "in", tmp_path / "out", "--to", "orbax", "--ranks", "1")
     assert source

@@ -16,8 +16,12 @@ from samples import sampled
 from test_made import say_instead
 
 import reshard
-from reshard import DCP, Checkpoint2, HuggingFaceSet, Layout, LoRA, Rules, Selection, Strategy, ZarrGroup
+from reshard import Layout, LoRA, Rules, Selection, Strategy
 from reshard.errors import UsageError
+from reshard.formats.checkpoint2.options import Checkpoint2
+from reshard.formats.dcp.names import DCP
+from reshard.formats.sets.options import HuggingFaceSet
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from reshard.core.plan.plan import Plan
@@ -256,15 +260,17 @@ def test_a_selection_without_a_source_is_refused(src: Path, tmp_path: Path, opti
 def test_what_the_target_is(src: Path, adapter: LoRA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In text, JSON and notebooks; by the run, the plan and the verification alike."""
     monkeypatch.chdir(tmp_path)
-    done("transform", src, "dst", "--source-strategy", strategy_file(SOURCE, tmp_path / "s.ckpt"),
-         "--target-strategy", strategy_file(TARGET, tmp_path / "t.ckpt"), "--no-fsync")  # fmt: skip
+    done("convert", src, "dst", "--source-strategy", strategy_file(SOURCE, tmp_path / "s.ckpt"),
+         "--target-strategy", strategy_file(TARGET, tmp_path / "t.ckpt"), "--tune=fsync=no")  # fmt: skip
     how = ["--lora", "lora", "--cast", "float32=bfloat16", "--weights-only"]
     changed = 'LoRA adapter "lora" merged into 2 weights, cast to bfloat16'
-    assert changed in done("unify", "dst", "lo", *how, "--dry-run").stdout
-    assert json.loads(done("unify", "dst", "lo", *how, "--dry-run", "--json").stdout)["changes"]
-    assert changed in done("unify", "dst", "lo", *how, "--no-fsync").stdout
-    assert changed in done("unify", "dst", "lo", *how, "--no-fsync").stdout  # again, and nothing is left to do
-    ran = json.loads(done("unify", "dst", "again", *how, "--no-fsync", "--json").stdout)
+    assert changed in done("convert", "--to=mindspore", "dst", "lo", *how, "--dry-run").stdout
+    assert json.loads(done("convert", "--to=mindspore", "dst", "lo", *how, "--dry-run", "--json").stdout)["changes"]
+    assert changed in done("convert", "--to=mindspore", "dst", "lo", *how, "--tune=fsync=no").stdout
+    assert (
+        changed in done("convert", "--to=mindspore", "dst", "lo", *how, "--tune=fsync=no").stdout
+    )  # again, and nothing is left to do
+    ran = json.loads(done("convert", "--to=mindspore", "dst", "again", *how, "--tune=fsync=no", "--json").stdout)
     for command in (["verify", "lo"], ["verify", "lo", "--against", "dst"], ["verify", "lo", "--against", "dst", *how]):
         line = done(*command).stdout.splitlines()[0]
         assert line.startswith(f"verified: lo = dst after changes ({changed})")

@@ -22,7 +22,7 @@ from saves_files import tensor, write_save
 
 import reshard
 import reshard.mindspore as ms
-from reshard import HuggingFaceSet, Layout, Strategy
+from reshard import Layout, Strategy
 from reshard.core.plan import budget
 from reshard.errors import UsageError
 from reshard.kits.ckpt import Trailer
@@ -348,8 +348,8 @@ def test_against_anything(mindspore_data: Path, tmp_path: Path, name: str) -> No
         key: Layout.of([2], [-1 if tensor.spec.shape[0] % 2 else 0, *[-1] * (len(tensor.spec.shape) - 1)])
         for key, tensor in source.tensors.items() if tensor.spec.shape
     })  # fmt: skip
-    done("unify", root, tmp_path / "dcp", "--format", "dcp")
-    reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
+    done("convert", root, tmp_path / "dcp", "--to", "dcp")
+    reshard.plan(source, to="hf").run(tmp_path / "hf", fsync=False)
     reshard.plan(source, rows).run(tmp_path / "rows", fsync=False)
     source.to_zarr(tmp_path / "zarr", fsync=False)
     copy = shutil.copytree(root, tmp_path / "copy")
@@ -407,7 +407,7 @@ def test_at_a_url_items_are_asked_for_together(root: str, tmp_path: Path, asked:
 
 
 def test_what_was_written_here_carries_checksums_too(mindspore_data: Path, tmp_path: Path) -> None:
-    done("unify", mindspore_data / "dcp" / "kinds" / "checkpoint", tmp_path / "dcp", "--format", "dcp")
+    done("convert", mindspore_data / "dcp" / "kinds" / "checkpoint", tmp_path / "dcp", "--to", "dcp")
     shutil.rmtree(tmp_path / "dcp" / ".reshard")
     found = reshard.verify(tmp_path / "dcp")
     assert found.equal

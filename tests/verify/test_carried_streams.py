@@ -175,6 +175,8 @@ def test_memory_of_a_long_stream(tmp_path: Path) -> None:
         assert done.peak < 62_000_000 + large.nbytes + len(stream(content)) + (32 << 20)
         assert ("data/0 in its item at byte 0 of the file has the CRC-32" in done.out + done.err) == spoilt
         target = str(tmp_path / f"{spoilt}-whole")
-        done = measured(*RESHARD, "unify", str(root), target, "--no-fsync", "--memory", "420MB", "--json")
+        done = measured(
+            *RESHARD, "convert", "--to=mindspore", str(root), target, "--tune=fsync=no", "--memory", "420MB", "--json"
+        )
         assert done.code == 0, done.err
         assert done.peak <= json.loads(done.out)["peak_memory"] <= 420_000_000

@@ -15,6 +15,7 @@ from refusals import refused
 
 import reshard
 from reshard import Layout, Selection, Strategy
+from reshard.core.layout.block import Block
 from reshard.core.plan.make import plan_convert
 from reshard.core.verify.sides import opened
 from reshard.errors import SourceError, UsageError
@@ -70,7 +71,7 @@ def test_an_empty_file_of_a_rank_is_not_equal(plain: tuple[Path, Path]) -> None:
     found = compared(source, target)
     assert lacking(found) == {("missing", 1, "w")}
     (one,) = found.differences
-    assert (one.path, one.block) == (str(path), reshard.Block((0, 18), (48, 36)))
+    assert (one.path, one.block) == (str(path), Block((0, 18), (48, 36)))
     assert one.text.endswith("if each block is stored on one rank only, give deduplicated=True")
     assert compared(source, target, deduplicated=True).equal
     only_w = Strategy.of({"w": AFTER.tensors["w"][0].layout})
@@ -139,7 +140,7 @@ def test_what_no_strategy_names_is_on_every_rank(sides: tuple[Path, Path], name:
 def test_a_deduplicated_target_has_every_block_once(tmp_path: Path, format: str) -> None:
     source = write_ranks(tmp_path / "src", FULL, BEFORE, "ckpt", {"step": np.array(7, np.int32)})
     opened = reshard.open(source, strategy=BEFORE)
-    reshard.plan(opened, AFTER, format=format, remove_redundancy=True).run(tmp_path / "dst", fsync=False)
+    reshard.plan(opened, AFTER, to=format, remove_redundancy=True).run(tmp_path / "dst", fsync=False)
     found = compared(source, tmp_path / "dst")
     assert found.equal == (format == "safetensors")  # .ckpt files do not say it
     for more in ({}, {"deduplicated": True})[format == "ckpt" :]:

@@ -20,6 +20,8 @@ from reshard.core.model.digests import digest
 from reshard.core.records.made import made_of
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError
+from reshard.formats.sets.options import MindSporeSet
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,8 +52,8 @@ PLANS: dict[str, tuple[Strategy | None, dict[str, Any]]] = {
     "each replica once": (TARGET, {"remove_redundancy": True, "format": "ckpt"}),
     "a share of that": (SOURCE, {"remove_redundancy": True, "ranks": [1], "format": "ckpt"}),
     "one stage": (STAGES, {"stage": 1}),
-    "a set": (None, {"files": reshard.MindSporeSet(3000), "format": "safetensors"}),
-    "a zarr store": (None, {"files": reshard.ZarrGroup()}),
+    "a set": (None, {"files": MindSporeSet(3000), "format": "safetensors"}),
+    "a zarr store": (None, {"files": ZarrGroup()}),
 }
 
 
@@ -245,7 +247,7 @@ def test_no_path_of_a_ledger_leads_out_of_the_target(plan: Plan, tmp_path: Path)
 def test_of_two_checkpoints_in_one_directory_none_is_meant(source: reshard.Checkpoint, tmp_path: Path) -> None:
     """Whichever the ledger has last: both would be found."""
     for format in ("ckpt", "safetensors"):
-        reshard.plan(source, TARGET, format=format).run(tmp_path / "out")
+        reshard.plan(source, TARGET, to=format).run(tmp_path / "out")
     for command in ("inspect", "verify"):
         assert call(command, tmp_path / "out").exit_code == 4
     with pytest.raises(SourceError):
@@ -286,7 +288,7 @@ def test_a_strategy_that_the_ledger_contradicts_is_refused(source: reshard.Check
         assert np.array_equal(reshard.open(target, **options)["w"].compute(), FULL["w"])
     with refused(SourceError, "strategy-mismatch", "w, c"):
         reshard.open(target, strategy=other)
-    command = "transform", target, tmp_path / "z", "--source-strategy", write_strategy(tmp_path, other)
+    command = "convert", target, tmp_path / "z", "--source-strategy", write_strategy(tmp_path, other)
     failed(4, "strategy-mismatch", *command, places=("--source-strategy", "w, c"))
     shutil.rmtree(target / ".reshard")
     assert reshard.open(target, strategy=other, contents=False).tensors["w"].spec.shape == (24, 32)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import numbers, write_file, write_ranks
+from checkpoints import numbers, plan_with, write_file, write_ranks
 from compared import AFTER, BEFORE, FULL, flip, rank_file
 from refusals import refused
 from samples import one_in
@@ -20,6 +20,7 @@ from reshard.core.storage.crc import combine_ranges, crc32c
 from reshard.core.verify.manifest import FileSums, read_manifest, write_manifest
 from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.errors import SourceError, TargetError, UsageError
+from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +30,7 @@ Sides = tuple["Path", "Path"]
 
 @pytest.fixture
 def made(sides: Sides) -> Manifest:
-    return reshard.make_manifest(sides[1])
+    return reshard.Manifest.make(sides[1])
 
 
 def test_a_manifest_has_sizes_and_sums(sides: Sides, made: Manifest) -> None:
@@ -51,7 +52,7 @@ def test_the_sums_do_not_depend_on_format_threads_or_pieces(tmp_path: Path, monk
             monkeypatch.setattr(budget, "TASK_BYTES", nbytes)
             monkeypatch.setattr(budget, "BAND_BYTES", nbytes // 2 - 13)
             path = write_file(tmp_path / f"a.{format}", {**FULL, "note": "größe", "none": np.zeros(0)}, format)
-            found.append(reshard.make_manifest(path, threads=threads).files[path.name].tensors)
+            found.append(reshard.Manifest.make(path, threads=threads).files[path.name].tensors)
     assert all(a == b for a, b in pairwise(found))
     assert found[0]["w"].crc32c == crc32c(FULL["w"].tobytes())
     assert found[0]["none"].crc32c == 0
@@ -115,7 +116,7 @@ def test_any_flipped_bit_of_a_file_is_found(tmp_path: Path, format: str, every: 
     path = write_file(tmp_path / f"a.{format}", tensors, format, step="3")
     content = path.read_bytes() + (b"crc_num\0\0\0\0\0\0\1\2\3\4" if format == "ckpt" else b"")
     path.write_bytes(content)
-    made = reshard.make_manifest(path)
+    made = reshard.Manifest.make(path)
     assert reshard.verify(path, manifest=made).equal
     missed = []
     for number in range(0, 8 * len(content), every):
@@ -128,7 +129,7 @@ def test_any_flipped_bit_of_a_file_is_found(tmp_path: Path, format: str, every: 
 
 def test_a_flipped_bit_of_a_note_is_a_difference_of_the_file(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.safetensors", numbers({"w": (2, 3)}), epoch="7")
-    made = reshard.make_manifest(path)
+    made = reshard.Manifest.make(path)
     path.write_bytes(path.read_bytes().replace(b'"epoch":"7"', b'"epoch":"6"'))
     (one,) = reshard.verify(path, manifest=made).differences
     assert (one.kind, one.name, one.path) == ("checksum", None, "a.safetensors")
@@ -162,7 +163,7 @@ def test_what_is_wrong_is_told_of_each_file(sides: Sides, made: Manifest) -> Non
 def test_headers_that_say_something_else(tmp_path: Path) -> None:
     def sums(**tensors: Any) -> tuple[Path, Manifest]:
         path = write_file(tmp_path / "a.safetensors", tensors)
-        return path, reshard.make_manifest(path)
+        return path, reshard.Manifest.make(path)
 
     zeros = np.zeros((2, 4), np.float32)
     _, before = sums(w=zeros, v=zeros, u=zeros)
@@ -183,11 +184,11 @@ def test_some_of_the_files_only(sides: Sides, made: Manifest) -> None:
     assert found.warnings == ("3 of the 6 files of the manifest are not here",)
 
 
-@pytest.mark.parametrize("style", [reshard.MindSporeSet, reshard.HuggingFaceSet])
+@pytest.mark.parametrize("style", [MindSporeSet, HuggingFaceSet])
 def test_the_index_of_a_set_is_summed_whole(sides: Sides, tmp_path: Path, style: Any) -> None:
     source = reshard.open(sides[0], strategy=BEFORE)
-    reshard.plan(source, files=style(4000), format="safetensors").run(tmp_path / "set", fsync=False)
-    made = reshard.make_manifest(tmp_path / "set")
+    plan_with(source, files=style(4000), format="safetensors").run(tmp_path / "set", fsync=False)
+    made = reshard.Manifest.make(tmp_path / "set")
     assert reshard.verify(tmp_path / "set", manifest=made).equal
     (index,) = (tmp_path / "set").glob("*.json")
     assert made.files[index.name] == FileSums(index.stat().st_size, crc32c(index.read_bytes()))
@@ -276,6 +277,6 @@ def test_a_checkpoint_is_not_a_directory_of_files(sides: Sides, made: Manifest) 
 def test_strategies_are_not_needed(tmp_path: Path) -> None:
     strategy = Strategy.of({"w": Layout.of([4], [0])})
     write_ranks(tmp_path / "a", numbers({"w": (8,)}), strategy, "ckpt", name="net")
-    made = reshard.make_manifest(tmp_path / "a", rank_pattern="rank_{rank}/net*", suffix=".ckpt")
+    made = reshard.Manifest.make(tmp_path / "a", rank_pattern="rank_{rank}/net*", suffix=".ckpt")
     assert list(made.files) == [f"rank_{rank}/net.ckpt" for rank in range(4)]
     assert repr(made).startswith("<Manifest: 4 files, ")

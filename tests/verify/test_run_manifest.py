@@ -84,19 +84,19 @@ AFTER = [*BEFORE, "--target-strategy", "after.ckpt"]
 MANIFEST = ["--write-manifest", "m.json"]
 
 COMMANDS = {
-    "ckpt": ["transform", "src", "dst", *AFTER],
-    "safetensors": ["transform", "src", "dst", *AFTER, "--format", "safetensors"],
-    "no fsync": ["transform", "src", "dst", *AFTER, "--no-fsync"],
-    "without replicas": ["transform", "src", "dst", *AFTER, "--remove-redundancy"],
-    "linked replicas": ["transform", "src", "dst", *BEFORE, "--target-strategy", "same.ckpt", "--link-replicas"],
-    "some ranks": ["transform", "src", "dst", *AFTER, "--ranks", "1-2"],
-    "cast": ["transform", "src", "dst", *AFTER, "--cast", "float32=bfloat16"],
-    "one rank": ["transform", "src", "dst", *BEFORE],
-    "MindSpore's set": ["unify", "src", "dst", *BEFORE, "--max-shard-size", "3000B"],
-    "Hugging Face's set": ["unify", "src", "dst", *BEFORE, "--max-shard-size", "3000B", "--style", "huggingface"],
-    "converted ranks": ["convert", "src", "dst", "--format", "safetensors"],
-    "a converted file": ["convert", "src/rank_0/checkpoint_0.ckpt", "dst.safetensors", "--format", "safetensors"],
-    "local cluster": ["transform", "src", "dst", *AFTER, "--cluster", "local:1", "--threads", "1"],
+    "ckpt": ["convert", "src", "dst", *AFTER],
+    "safetensors": ["convert", "src", "dst", *AFTER, "--to", "safetensors"],
+    "no fsync": ["convert", "src", "dst", *AFTER, "--tune=fsync=no"],
+    "without replicas": ["convert", "src", "dst", *AFTER, "--remove-redundancy"],
+    "linked replicas": ["convert", "src", "dst", *BEFORE, "--target-strategy", "same.ckpt", "--link-replicas"],
+    "some ranks": ["convert", "src", "dst", *AFTER, "--ranks", "1-2"],
+    "cast": ["convert", "src", "dst", *AFTER, "--cast", "float32=bfloat16"],
+    "one rank": ["convert", "src", "dst", *BEFORE],
+    "MindSpore's set": ["convert", "--to=mindspore", "src", "dst", *BEFORE, "--max-shard-size", "3000B"],
+    "Hugging Face's set": ["convert", "src", "dst", *BEFORE, "--max-shard-size", "3000B", "--to", "hf"],
+    "converted ranks": ["convert", "src", "dst", "--to", "safetensors"],
+    "a converted file": ["convert", "src/rank_0/checkpoint_0.ckpt", "dst.safetensors", "--to", "safetensors"],
+    "local cluster": ["convert", "src", "dst", *AFTER, "--cluster", "local:1", "--threads", "1"],
 }
 
 
@@ -120,7 +120,7 @@ def test_it_is_that_of_the_files_and_nothing_is_read(words: list[str], folder: P
 
 def test_of_a_run_by_file(folder: Path, read: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     by_file(monkeypatch)
-    ran("transform", "src", "dst", *AFTER, *MANIFEST)
+    ran("convert", "src", "dst", *AFTER, *MANIFEST)
     assert not read
     assert_as_read("dst")
 
@@ -143,7 +143,7 @@ def test_of_files_at_a_url(name: str, folder: Path, read: list[Any], request: py
     assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
     assert not read
     assert_as_read("dst")
-    ran(*words, "--restart", "--no-fsync")
+    ran(*words, "--restart", "--tune=fsync=no")
     Path("m.json").unlink()
     ran(*words, *MANIFEST)
     assert read
@@ -198,7 +198,7 @@ def test_only_blocks_without_a_sum_are_read(folder: Path, read: list[Any]) -> No
 
 
 def test_after_a_run_without_sums_all_is_read(folder: Path, read: list[Any]) -> None:
-    words = ["transform", "src", "dst", *AFTER, "--no-fsync"]
+    words = ["convert", "src", "dst", *AFTER, "--tune=fsync=no"]
     ran(*words)
     assert ran(*words, *MANIFEST).startswith("nothing is left to do: ")
     assert len(read) == 4 * (len(FULL) + 1)  # of no bytes the sum is known
@@ -211,7 +211,7 @@ def test_of_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model) ->
     root = tmp_path_factory.mktemp("any")
     write_ranks(root / "src", numbers(model.shapes, "int16"), model.source)
     plan = reshard.plan(reshard.open(root / "src", strategy=model.source), model.target)
-    assert plan.run(root / "dst").manifest() == reshard.make_manifest(root / "dst")
+    assert plan.run(root / "dst").manifest() == reshard.Manifest.make(root / "dst")
 
 
 def test_of_a_file_of_nothing(folder: Path, read: list[Any]) -> None:
@@ -219,7 +219,7 @@ def test_of_a_file_of_nothing(folder: Path, read: list[Any]) -> None:
     write_ranks(Path("small"), {"b": FULL["b"]}, SOURCE, "ckpt")
     stages = Strategy.of({"b": {0: Layout.of([1], [-1])}, "w": {1: Layout.of([1], [-1, -1])}})
     reshard.write_strategy(stages, "stages.ckpt")
-    ran("transform", "small", "dst", *BEFORE, "--target-strategy", "stages.ckpt", "--allow-missing", "w", *MANIFEST)
+    ran("convert", "small", "dst", *BEFORE, "--target-strategy", "stages.ckpt", "--allow-missing", "w", *MANIFEST)
     files = json.loads(Path("m.json").read_text())["files"]
     assert {"nbytes": 0, "crc32c": "00000000"} in files.values()
     assert not read
@@ -228,7 +228,7 @@ def test_of_a_file_of_nothing(folder: Path, read: list[Any]) -> None:
 
 # --- refusals -------------------------------------------------------------------------------------------------------
 
-SET = ["unify", "src", "dst", *BEFORE]
+SET = ["convert", "--to=mindspore", "src", "dst", *BEFORE]
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,13 @@ SET = ["unify", "src", "dst", *BEFORE]
             "src/rank_0/checkpoint_0.ckpt",
         ),
         (
-            [*SET, "--format", "zarr", *MANIFEST],
+            [*SET, "--to", "zarr", *MANIFEST],
             2,
             "no-manifest",
             "--write-manifest",
         ),
         (
-            ["transform", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
+            ["convert", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
             6,
             "already-exists",
             "there.json",
@@ -282,7 +282,7 @@ def test_one_that_is_there_is_replaced_when_asked(folder: Path) -> None:
 
 
 def test_through_a_zarr_store(folder: Path, read: list[Any]) -> None:
-    ran("transform", "src", "dst", *AFTER, "--via-zarr", "store", *MANIFEST)
+    ran("convert", "src", "dst", *AFTER, "--via-zarr", "store", *MANIFEST)
     assert not read
     assert_as_read("dst")
 
@@ -304,7 +304,7 @@ def test_without_checksums_there_is_none(folder: Path) -> None:
     reports: list[Report] = [
         plan.run("unsummed", fsync=False),
         plan.run("unnoted", ledger=False),
-        reshard.plan(reshard.Checkpoint(plan._record.source), format="zarr").run("zarr"),
+        reshard.plan(reshard.Checkpoint(plan._record.source), to="zarr").run("zarr"),
     ]
     for report in reports:
         with refused(UsageError, "no-checksums", report.directory, "checksums=True"):

@@ -12,7 +12,7 @@ from checkpoints import numbers, write_file, write_ranks
 from commands import call, done
 
 import reshard
-from reshard import Checkpoint2, Layout, Strategy
+from reshard import Layout, Strategy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ def of_step(place: Path, step: int) -> Path:
     """Write a Checkpoint 2.0 on four ranks, of some step."""
     full = {name: value + value.dtype.type(step) for name, value in LARGE.items()}
     source = reshard.open(write_file(place.parent / f"step_{step}.safetensors", full))
-    reshard.plan(source, ROWS, files=Checkpoint2(7)).run(place, fsync=False)
+    reshard.plan(source, ROWS, to="checkpoint2", target_step=7).run(place, fsync=False)
     shutil.rmtree(place / ".reshard")  # as MindSpore Transformers would have written it
     return place / "iteration_00000007"
 
@@ -57,7 +57,7 @@ def test_of_a_checkpoint_2(torn: Path, tmp_path: Path) -> None:
         assert all("rank 3" in one["text"] for one in found.values())
     shown = call("verify", torn)
     assert "differs between rank 1 and rank 3" in shown.stdout
-    assert call("unify", torn, tmp_path / "u").exit_code == 4
+    assert call("convert", "--to=mindspore", torn, tmp_path / "u").exit_code == 4
     assert not reshard.verify(torn).equal
 
 

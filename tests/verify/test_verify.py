@@ -63,7 +63,7 @@ def test_recorded_cases_are_equal_after_a_conversion(mindspore_data: Path, tmp_p
     every = Selection(drop=("*",), allow_missing=("*",))
     for source, format in (("ckpt", "safetensors"), ("safetensors", "ckpt")):
         opened = reshard.open(case / f"src_{source}", strategy=before)
-        plan = reshard.plan(opened, after, format=format, selection=every)
+        plan = reshard.plan(opened, after, to=format, selection=every)
         plan.run(tmp_path / source, fsync=False)
         for other in ("ckpt", "safetensors"):
             found = reshard.verify(
@@ -83,7 +83,7 @@ def test_one_flipped_bit_is_found_where_it_is(
     root = tmp_path_factory.mktemp("model")
     full = numbers(model.shapes, "int32")
     source = write_ranks(root / "src", full, model.source)
-    plan = reshard.plan(reshard.open(source, strategy=model.source), model.target, format=format)
+    plan = reshard.plan(reshard.open(source, strategy=model.source), model.target, to=format)
     plan.run(root / "dst", fsync=False)
 
     def verified() -> reshard.Verification:
@@ -218,9 +218,7 @@ def test_names_and_casts_as_in_a_conversion(sides: tuple[Path, Path], tmp_path: 
     source, _ = sides
     selection = Selection(weights_only=True, name_map={"w": "model.w"}, cast={"float32": "bfloat16"}, exclude=("c",))
     opened = reshard.open(source, strategy=BEFORE)
-    reshard.plan(opened, files=reshard.HuggingFaceSet(4000), format="safetensors", selection=selection).run(
-        tmp_path / "u"
-    )
+    reshard.plan(opened, to="hf", max_shard_size=4000, selection=selection).run(tmp_path / "u")
 
     def verified(selection: Selection) -> reshard.Verification:
         return reshard.verify(tmp_path / "u", against=source, source_strategy=BEFORE, selection=selection)
@@ -482,7 +480,7 @@ def test_what_only_a_comparison_obeys_is_refused_elsewhere(
     sides: tuple[Path, Path], option: dict[str, Any], word: str, manifest: bool
 ) -> None:
     _, target = sides
-    what = {"manifest": reshard.make_manifest(target)} if manifest else {"strategy": AFTER}
+    what = {"manifest": reshard.Manifest.make(target)} if manifest else {"strategy": AFTER}
     assert reshard.verify(target, **what)
     with refused(UsageError, "needs-source", word):
         reshard.verify(target, **what, **option)

@@ -103,7 +103,7 @@ def test_a_manifest_is_made_and_compared_in_two_requests_a_file(made: str, asked
     """One for the header, one for all else."""
     asked.ranges.clear()
     asked.operations.clear()
-    manifest = reshard.make_manifest(f"{made}/dst")
+    manifest = reshard.Manifest.make(f"{made}/dst")
     assert list(manifest.files) == [f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in range(4)]
     assert len(asked.ranges) == 2 * 4
     assert len(asked.operations) <= 2 * 4 + 12
@@ -115,11 +115,11 @@ def test_a_manifest_is_made_and_compared_in_two_requests_a_file(made: str, asked
     assert len(asked.ranges) == 2 * 4
     assert len(asked.operations) <= 2 * 4 + 12
     reshard.plan(reshard.open(f"{made}/src", strategy=SOURCE), TARGET).run(tmp_path / "dst")
-    assert reshard.make_manifest(tmp_path / "dst") == manifest
+    assert reshard.Manifest.make(tmp_path / "dst") == manifest
 
 
 def test_what_is_wrong_at_a_url_is_said_of_each_file(made: str) -> None:
-    manifest = reshard.make_manifest(f"{made}/dst")
+    manifest = reshard.Manifest.make(f"{made}/dst")
     fs, path = fsspec.core.url_to_fs(f"{made}/dst")
     fs.rm_file(f"{path}/rank_0/checkpoint_0.safetensors")
     flip(f"{made}/dst/rank_1/checkpoint_1.safetensors", -1)
@@ -141,17 +141,17 @@ def test_what_is_wrong_at_a_url_is_said_of_each_file(made: str) -> None:
 
 
 def test_a_manifest_may_be_at_a_url(made: str) -> None:
-    manifest = reshard.make_manifest(f"{made}/dst")
-    assert reshard.write_manifest(manifest, f"{made}/m.json") == manifest.checksums
-    assert reshard.read_manifest(f"{made}/m.json") == manifest
+    manifest = reshard.Manifest.make(f"{made}/dst")
+    assert manifest.write(f"{made}/m.json") == manifest.checksums
+    assert reshard.Manifest.read(f"{made}/m.json") == manifest
     with refused(TargetError, "already-exists", "m.json"):
-        reshard.write_manifest(manifest, f"{made}/m.json")
+        manifest.write(f"{made}/m.json")
     with refused(TargetError, "not-a-file", f"{made}/dst"):
-        reshard.write_manifest(manifest, f"{made}/dst", overwrite=True)
-    reshard.write_manifest(Manifest({}), f"{made}/m.json", overwrite=True)
-    assert reshard.read_manifest(f"{made}/m.json") == Manifest({})
+        manifest.write(f"{made}/dst", overwrite=True)
+    Manifest({}).write(f"{made}/m.json", overwrite=True)
+    assert reshard.Manifest.read(f"{made}/m.json") == Manifest({})
     with refused(SourceError, "not-found", "nothing.json"):
-        reshard.read_manifest(f"{made}/nothing.json")
+        reshard.Manifest.read(f"{made}/nothing.json")
 
 
 def test_the_commands(made: str) -> None:

@@ -186,7 +186,7 @@ def test_chunks_are_cut_at_the_reads(tmp_path: Path, reads: list[int], chunks: A
 
 def test_chunks_of_all_tensors_are_given_when_opening(tmp_path: Path) -> None:
     values = numbered((6, 8))
-    reshard.write({"w": values, "b": values[0], "step": np.int32(3)}, tmp_path / "set", format="hf")
+    reshard.write({"w": values, "b": values[0], "step": np.int32(3)}, tmp_path / "set", to="hf")
     source = reshard.open(tmp_path / "set", chunks="64 B")
     for tensors in (source, source.sel("*"), source.scale("w", factor=2), source.rank(0), reshard.plan(source).rank(0)):
         assert tensors["w"].nbytes // tensors["w"].npartitions <= 64
@@ -202,7 +202,9 @@ def test_chunks_of_all_tensors_are_given_when_opening(tmp_path: Path) -> None:
 
 def test_a_dict_of_chunks_has_dimensions(tmp_path: Path) -> None:
     values = numbered((6, 8))
-    reshard.write({"w": values}, tmp_path / "set", strategy=reshard.Strategy.of({"w": reshard.Layout.of([2], [0, -1])}))
+    reshard.write(
+        {"w": values}, tmp_path / "set", target_strategy=reshard.Strategy.of({"w": reshard.Layout.of([2], [0, -1])})
+    )
     source = reshard.open(tmp_path / "set")
     assert source.array("w", chunks={-1: 3}).chunks == ((6,), (3, 3, 2))
     for chunks in ({"dim_8": 3}, 0, (0, -1), {0: 0}):

@@ -41,7 +41,7 @@ for name in sys.argv[1:]:
 def test_bits_become_tensors(tmp_path: Path) -> None:
     full = np.random.default_rng(5).normal(size=(8, 6)).astype(np.float32)
     np.save(tmp_path / "full.npy", full)
-    reshard.write({"w": full}, tmp_path / "full", format="hf")
+    reshard.write({"w": full}, tmp_path / "full", to="hf")
     dtypes = {"bfloat16": np.int16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
     for name, bits in dtypes.items():
         reshard.convert(tmp_path / "full", tmp_path / name, to="hf", cast={"float32": name})

@@ -74,7 +74,9 @@ def test_ascii_only() -> None:
 def source(tmp_path: Path) -> Path:
     rows = Layout.of([2], [0, -1])
     reshard.write(
-        numbers({"up": (4, 4), "down": (4, 6)}), tmp_path / "src", strategy=Strategy.of({"up": rows, "down": rows})
+        numbers({"up": (4, 4), "down": (4, 6)}),
+        tmp_path / "src",
+        target_strategy=Strategy.of({"up": rows, "down": rows}),
     )
     return tmp_path / "src"
 

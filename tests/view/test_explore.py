@@ -180,7 +180,7 @@ def test_all_conditions_hold(trained: Checkpoint, tmp_path: Path) -> None:
     moments = trained.sel(kind="moments")
     assert set(moments.sel(kind="moments")) == set(moments), "weights that are left out are still known"
     assert set(moments.sel(kind="weights")) == set()
-    reshard.plan(moments, format="safetensors").run(tmp_path / "moments")
+    reshard.plan(moments, to="safetensors").run(tmp_path / "moments")
     assert reshard.verify(tmp_path / "moments", against=moments)
 
 

@@ -47,7 +47,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def low(dtype: str, chunks: tuple[int, int], tmp_path: Path) -> da.Array:
     """A tensor in a file."""
-    reshard.write({"w": numbers(dtype)}, tmp_path / "set", format="hf")
+    reshard.write({"w": numbers(dtype)}, tmp_path / "set", to="hf")
     return reshard.open(tmp_path / "set").array("w", chunks=chunks)
 
 
@@ -142,7 +142,7 @@ def test_what_accumulates_does_so_in_float32(low: da.Array, dtype: str) -> None:
 
 def test_twenty_thousand_ones(dtype: str, tmp_path: Path) -> None:
     """Sums of ones stop at 16 in float8, at 256 in bfloat16 and at 2048 in float16 if they are summed in these."""
-    reshard.write({"w": np.ones(20_000, BY_NAME[dtype].numpy())}, tmp_path / "set", format="hf")
+    reshard.write({"w": np.ones(20_000, BY_NAME[dtype].numpy())}, tmp_path / "set", to="hf")
     ones = reshard.open(tmp_path / "set").array("w", chunks=7000)
     assert da.mean(ones).compute() == ones.mean().compute() == np.mean(ones).compute() == 1
     assert da.sum(ones).compute() == 20_000
@@ -187,7 +187,7 @@ def test_extremes_of_all_elements_keep_the_dtype(low: da.Array, dtype: str, tmp_
     }
     values = numbers(dtype)
     truth = {"min": values.min(), "max": values.max(), "nanmax": values.max(), "both": [values.min(), values.max()]}
-    reshard.write(extremes, tmp_path / "written", format="hf")
+    reshard.write(extremes, tmp_path / "written", to="hf")
     written = reshard.open(tmp_path / "written")
     for name, lazy in extremes.items():
         assert lazy.dtype == lazy.compute(scheduler="sync").dtype == written[name].dtype == values.dtype, name
@@ -228,7 +228,7 @@ def test_arrays_can_be_stored(low: da.Array, dtype: str, tmp_path: Path) -> None
     target = np.zeros(SHAPE, BY_NAME[dtype].numpy())
     da.store(low, target, lock=False)
     assert target.tobytes() == numbers(dtype).tobytes()
-    reshard.write({"w": low, "mean": da.mean(low, axis=0), "total": low.sum()}, tmp_path / "written", format="hf")
+    reshard.write({"w": low, "mean": da.mean(low, axis=0), "total": low.sum()}, tmp_path / "written", to="hf")
     written = reshard.open(tmp_path / "written")
     assert written["w"].compute().tobytes() == numbers(dtype).tobytes()
     assert written["mean"].dtype == np.float32
@@ -237,13 +237,13 @@ def test_arrays_can_be_stored(low: da.Array, dtype: str, tmp_path: Path) -> None
 
 
 def test_the_norm_of_float16_does_not_overflow(tmp_path: Path) -> None:
-    reshard.write({"w": np.full((4, 4), 1000, np.float16)}, tmp_path / "set", format="hf")
+    reshard.write({"w": np.full((4, 4), 1000, np.float16)}, tmp_path / "set", to="hf")
     assert float(da.linalg.norm(reshard.open(tmp_path / "set")["w"])) == 4000
 
 
 def test_scalars_are_stacked(dtype: str, tmp_path: Path) -> None:
     ones = {f"one.{number}": np.ones((), BY_NAME[dtype].numpy()) for number in range(300)}
-    reshard.write(ones, tmp_path / "set", format="hf")
+    reshard.write(ones, tmp_path / "set", to="hf")
     source = reshard.open(tmp_path / "set")
     total = da.stack([source[name] for name in source]).sum()
     assert total.dtype == total.compute(scheduler="sync").dtype == np.float32
@@ -253,7 +253,7 @@ def test_scalars_are_stacked(dtype: str, tmp_path: Path) -> None:
 def test_the_mean_of_stacked_maxima(dtype: str, tmp_path: Path) -> None:
     kind = BY_NAME[dtype].numpy()
     arrays = {f"w.{number}": np.full((2, 2), 1 + number / 400).astype(kind) for number in range(300)}
-    reshard.write(arrays, tmp_path / "set", format="hf")
+    reshard.write(arrays, tmp_path / "set", to="hf")
     source = reshard.open(tmp_path / "set")
     mean = da.stack([source[name].max() for name in source]).mean()
     truth = np.mean([array.max() for array in arrays.values()], dtype=np.float64)
@@ -275,7 +275,7 @@ def test_a_checkpoint_is_converted_lazily(low: da.Array, dtype: str, tmp_path: P
 
 
 def test_a_rank_of_a_plan_that_casts(dtype: str, tmp_path: Path) -> None:
-    reshard.write({"w": np.ones(20_000, "float32")}, tmp_path / "set", format="hf")
+    reshard.write({"w": np.ones(20_000, "float32")}, tmp_path / "set", to="hf")
     plan = reshard.plan(reshard.open(tmp_path / "set"), selection=reshard.Selection(cast={"float32": dtype}))
     ones = plan.rank(0)["w"]
     assert ones.dtype == ones.compute().dtype == BY_NAME[dtype].numpy()
@@ -298,7 +298,7 @@ print(peak("VmHWM:") - before)
 def test_a_mean_takes_little_memory(tmp_path: Path) -> None:
     """Chunks of 8 MiB on four threads, of a tensor of 268 MB in one shard."""
     ones = np.ones((32_768, 4_096), BY_NAME["bfloat16"].numpy())
-    reshard.write({"w": ones}, tmp_path / "set", format="hf", max_shard_size="1GB")
+    reshard.write({"w": ones}, tmp_path / "set", to="hf", max_shard_size="1GB")
     command = [sys.executable, "-c", MEMORY]
     done = subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, text=True)
     assert int(done.stdout) < 100e6
@@ -310,7 +310,7 @@ def test_between_processes(tmp_path: Path) -> None:
     """Chunks that one worker reads and another sums keep their type."""
     distributed = pytest.importorskip("distributed")
     for dtype in LOW:
-        reshard.write({"w": numbers(dtype)}, tmp_path / dtype, format="hf")
+        reshard.write({"w": numbers(dtype)}, tmp_path / dtype, to="hf")
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
         distributed.Client(cluster) as client,
@@ -344,5 +344,5 @@ assert source["w"].name == source["w"].name
 
 
 def test_dask_may_plan_expressions(tmp_path: Path) -> None:
-    reshard.write({"w": np.ones(20_000, BY_NAME["bfloat16"].numpy())}, tmp_path / "set", format="hf")
+    reshard.write({"w": np.ones(20_000, BY_NAME["bfloat16"].numpy())}, tmp_path / "set", to="hf")
     subprocess.run([sys.executable, "-c", PLANNED], cwd=tmp_path, check=True, timeout=120)

@@ -31,6 +31,7 @@ from reshard.core.run.settings import Receipt, Report, TaskOptions
 from reshard.core.verify.difference import Difference
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.dtypes import BY_NAME
+from reshard.errors import MissingNameError
 from reshard.strategy.strategy import Strategy
 from reshard.view import flow
 from reshard.view.blocks import DrawnSide, draw
@@ -74,7 +75,7 @@ def target(demo: Path) -> Strategy:
 
 @pytest.fixture(scope="module")
 def plan(source: reshard.Checkpoint, target: Strategy) -> reshard.Plan:
-    return reshard.plan(source, target, format="safetensors")
+    return reshard.plan(source, target, to="safetensors")
 
 
 def moves_of(plan: Any, name: str) -> list[Move]:
@@ -148,7 +149,7 @@ def test_tensors_of_which_a_row_says_the_same_share_it(tmp_path: Path) -> None:
         some = {f"layers.{n}.w": np.ones((4, 4), np.float32) for n in range(4) if n // 2 == rank // 2}
         save_file(some, tmp_path / f"src/rank_{rank}/checkpoint_{rank}.safetensors")
     source = reshard.open(tmp_path / "src", strategy=stages)
-    reshard.plan(source, format="zarr").run(tmp_path / "zarr")
+    reshard.plan(source, to="zarr").run(tmp_path / "zarr")
     for each, rule in ((source, "whole × 2 copies"), (reshard.open(tmp_path / "zarr"), "whole")):
         (row,) = (list(row.itertext()) for row in parsed(each).iter("summary") if row.get("class") == "row leaf")
         assert row[:2] == ["layers.{0-3}.w", "  x 4"]
@@ -575,7 +576,7 @@ def test_a_caption_is_in_words(source: reshard.Checkpoint, target: Strategy) -> 
 
 
 def test_unknown_tensors_are_reported(source: reshard.Checkpoint, target: Strategy, plan: reshard.Plan) -> None:
-    with refused(reshard.MissingNameError, "no-such-tensor", "net.layer1.weigth", "net.layer1.weight"):
+    with refused(MissingNameError, "no-such-tensor", "net.layer1.weigth", "net.layer1.weight"):
         source.picture("net.layer1.weigth")
     with refused(reshard.ReshardError, "not-in-strategy", "nt.layer1.bias", "net.layer1.bias"):
         target.picture("nt.layer1.bias")

@@ -77,7 +77,7 @@ def names(step: dict[str, Any]) -> list[str]:
 def test_every_tensor_is_in_the_page(source: reshard.Checkpoint) -> None:
     rows = data_of(source)
     assert {row[0]: row[2] for row in rows} == {name: str(list(shape)) for name, shape in SHAPES.items()}
-    moved = data_of(reshard.plan(source, format="hf"))
+    moved = data_of(reshard.plan(source, to="hf"))
     assert {row[0] for row in moved} == set(SHAPES)
     assert {row[0]: float(row[2]) for row in data_of(source.stats())}.keys() == set(SHAPES)
 
@@ -153,7 +153,7 @@ def test_a_row_opens_what_to_type(source: reshard.Checkpoint) -> None:
 @needs_node
 def test_a_table_of_all_rows_is_searched_where_it_is(tmp_path: Path) -> None:
     for step in range(1, 16):
-        reshard.write({"w": np.zeros(step, np.float32)}, tmp_path / f"step-{step}", format="hf")
+        reshard.write({"w": np.zeros(step, np.float32)}, tmp_path / f"step-{step}", to="hf")
     runs = reshard.runs(tmp_path)
     found, all_again = acted(runs, ("type", "step-1"), ("type", ""))
     assert sorted(names(found)) == sorted(f"step-{n}" for n in (1, 10, 11, 12, 13, 14, 15))

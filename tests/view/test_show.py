@@ -229,7 +229,7 @@ def test_hostile_names_do_not_reach_a_terminal() -> None:
 def test_a_plan_tells_what_it_costs(mindspore_data: Path) -> None:
     real = mindspore_data / "real"
     source = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
-    plan = reshard.plan(source, reshard.read_strategy(real / "tut_dst4_opt" / "strategy_0.ckpt"), format="safetensors")
+    plan = reshard.plan(source, reshard.read_strategy(real / "tut_dst4_opt" / "strategy_0.ckpt"), to="safetensors")
     text = plan_text(plan._record, "dst", verbose=True)
     assert "to       dst: 4 safetensors files, 4 ranks (0-3)" in text
     assert "read     14.9 kB from 2 files\n" in text

@@ -37,7 +37,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> reshard.Plan:
     home = tmp_path_factory.mktemp("stream")
     rows = reshard.Strategy.of(dict.fromkeys(NAMES, reshard.Layout.of([4], [0, -1])))
     columns = reshard.Strategy.of(dict.fromkeys(NAMES, reshard.Layout.of([2], [-1, 0])))
-    reshard.write(dict.fromkeys(NAMES, np.ones((64, 256), np.float32)), home / "src", strategy=rows)
+    reshard.write(dict.fromkeys(NAMES, np.ones((64, 256), np.float32)), home / "src", target_strategy=rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "TASK_BYTES", 1 << 16)
         return reshard.plan(reshard.open(home / "src", strategy=rows), columns)

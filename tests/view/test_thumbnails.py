@@ -24,7 +24,9 @@ MESH = Strategy.of({"up": ROWS, "down": COLUMNS, "norm": WHOLE})
 
 @pytest.fixture
 def dcp(tmp_path: Path) -> reshard.Checkpoint:
-    reshard.write(numbers({"up": (8, 4), "down": (4, 8), "norm": (4,)}), tmp_path / "dcp", format="dcp", strategy=MESH)
+    reshard.write(
+        numbers({"up": (8, 4), "down": (4, 8), "norm": (4,)}), tmp_path / "dcp", to="dcp", target_strategy=MESH
+    )
     (tmp_path / "dcp" / ".reshard").rename(tmp_path / "ledger")
     return reshard.open(tmp_path / "dcp")
 
@@ -65,7 +67,7 @@ def test_each_row_of_a_checkpoint_and_of_a_plan_has_its_cut(dcp: reshard.Checkpo
 
 
 def test_whole_tensors_of_one_rank_need_no_picture(tmp_path: Path) -> None:
-    reshard.write(numbers({"w": (4, 4)}), tmp_path / "set", format="hf")
+    reshard.write(numbers({"w": (4, 4)}), tmp_path / "set", to="hf")
     assert not thumbnails(parsed(reshard.open(tmp_path / "set")))
 
 
@@ -95,7 +97,7 @@ def test_ranks_of_a_stage_have_their_own_colours() -> None:
 
 
 def test_files_that_are_of_no_rank_have_their_names(dcp: reshard.Checkpoint, tmp_path: Path) -> None:
-    plan = reshard.plan(dcp, files=reshard.HuggingFaceSet(max_shard_size=130))
+    plan = reshard.plan(dcp, to="hf", max_shard_size=130)
     drawn = flow._of_plan(plan._record)
     assert [node.name for node in drawn.sources] == [f"rank {rank}" for rank in range(4)]
     assert [node.name for node in drawn.targets] == [
@@ -109,7 +111,7 @@ def test_files_that_are_of_no_rank_have_their_names(dcp: reshard.Checkpoint, tmp
 
 
 def test_an_index_beside_files_of_ranks_has_its_name(dcp: reshard.Checkpoint) -> None:
-    drawn = flow._of_plan(reshard.plan(dcp, MESH, files=reshard.DCP())._record)
+    drawn = flow._of_plan(reshard.plan(dcp, MESH, to="dcp")._record)
     assert [node.name for node in drawn.targets] == [*(f"rank {rank}" for rank in range(4)), ".metadata"]
 
 

@@ -42,7 +42,7 @@ def test_weights_that_zero_3_computes_are_on_no_rank(zero3: reshard.Checkpoint) 
 
 def test_a_plan_shows_computed_weights_beside_tensors_of_the_same_files(zero3: reshard.Checkpoint) -> None:
     """Buffers are read from the file of rank 0, from which weights are computed as well."""
-    plan = reshard.plan(zero3.sel(kind="weights"), format="safetensors")
+    plan = reshard.plan(zero3.sel(kind="weights"), to="safetensors")
     page = plan._repr_html_()
     assert {GREY[0], rank_colour(0)[0]} <= fills(page)
     assert rank_colour(2)[0] not in fills(plan.picture(WEIGHT).svg())
@@ -73,7 +73,7 @@ def test_values_of_objects_are_not_called_reasons(zero3: reshard.Checkpoint) -> 
 
 def test_plan_and_report_say_how_large_the_files_are(tmp_path: Path) -> None:
     source = reshard.open(write_file(tmp_path / "a.safetensors", {"w": np.ones((40, 60), np.float32)}))
-    plan = reshard.plan(source, format="safetensors")
+    plan = reshard.plan(source, to="safetensors")
     report = plan.run(tmp_path / "out")
     size = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.safetensors"))
     tile = f"<b>{size / 1000:.1f} kB</b>"
