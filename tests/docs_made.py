@@ -9,6 +9,7 @@ import ast
 import doctest
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 import reshard
 import reshard.mindspore
 from reshard import environment, errors
+from reshard.cli.carry import KEYS
 from reshard.cli.main import cli
 
 if TYPE_CHECKING:
@@ -26,20 +28,90 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parent.parent / "docs"
 PACKAGE = Path(reshard.__file__).parent
 KINDS = {name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if name.endswith("Error")}
-MOST_LETTERS = 90
+MOST_LETTERS = 70
 
 
 def commands_page() -> str:
-    """Return the page of all commands: what `--help-all` prints, at 100 columns."""
-    parts = ["# Commands\n\nMade by `python tests/docs_made.py` from the program's own help.\n"]
+    """Return the page of all commands: what `--help-all` prints, at 100 columns, without the options of a conversion."""
+    parts = [
+        "# Commands\n\nMade by `python tests/docs_made.py` from the program's own help. Options that `convert` has, too, are named "
+        "after\nthe others; [options of a conversion](options.md) explains them.\n"
+    ]
+    shared = {record[0]: record for _, record in _records(_command("convert"), ("convert",))}
     for path, command in below(cli, ()):
-        listed = isinstance(command, click.Group)
-        arguments = [*path, "--help" if listed else "--help-all"]
-        shown = CliRunner().invoke(cli, arguments, prog_name="reshard", env={"COLUMNS": "100"}, terminal_width=100)
-        assert shown.exit_code == 0, shown.output
-        lines = "\n".join(line.rstrip() for line in shown.output.strip("\n").split("\n"))
-        parts.append(f"## {' '.join(['reshard', *path])}\n\n```text\n{lines}\n```\n")
+        shown = _shown([*path, "--help" if isinstance(command, click.Group) else "--help-all"])
+        if path == ("convert",):
+            shown = re.sub(r"(?ms)^(Source|Target|Tensors|Running|Output):$.*?(?=^\S|\Z)", "", shown)
+        elif path and not isinstance(command, click.Group):
+            shown = _without(shown, [names for names, text in _own(command, path, shared)])
+        parts.append(f"## {' '.join(['reshard', *path])}\n\n```text\n{shown}\n```\n")
     return "\n".join(parts)
+
+
+def options_page() -> str:
+    """Return the page of the options of `convert`: those of every conversion, then those of each format."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for param, record in _records(_command("convert"), ("convert",)):
+        groups.setdefault(param.under, []).append(record)
+    parts = [
+        "# Options of a conversion\n\nMade by `python tests/docs_made.py`. `reshard convert` has all of them; `plan` and `average` "
+        "have those of\nSource, Target and Tensors, `run` those of Running, and `verify` and `diff` those by which a "
+        "checkpoint is opened.\n"
+    ]
+    for heading, rows in groups.items():
+        parts.append(f"## {heading}\n\n| option | |\n|---|---|\n" + "\n".join(_row(*row) for row in rows) + "\n")
+    parts.append("## Of one format\n\nWith `--to FORMAT`:\n\n| option | format | |\n|---|---|---|")
+    for param in _command("convert").params:
+        texts: dict[str, list[str]] = {}
+        for name, text in getattr(param, "of_formats", {}).items():
+            texts.setdefault(text, []).append(name)
+        record = param.get_help_record(click.Context(_command("convert"))) if texts else None
+        parts += [f"| `{record[0]}` | {', '.join(names)} | {_cell(text)} |" for text, names in texts.items() if record]
+    return "\n".join(parts) + "\n"
+
+
+def _command(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command
+    return command
+
+
+def _records(command: click.Command, path: tuple[str, ...]) -> list[tuple[Any, tuple[str, str]]]:
+    """Return the options that a command shows, with their names and help."""
+    context = click.Context(command, info_name=path[-1])
+    found = [(param, param.get_help_record(context)) for param in command.params if isinstance(param, click.Option)]
+    return [(param, record) for param, record in found if record and not getattr(param, "of_formats", {})]
+
+
+def _own(command: click.Command, path: tuple[str, ...], shared: dict[str, tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the options of a command that mean what they mean for `convert`."""
+    return [record for _, record in _records(command, path) if shared.get(record[0]) == record]
+
+
+def _without(shown: str, names: list[str]) -> str:
+    """Return a help without some options, which are named at the end."""
+    for name in names:
+        shown = re.sub(rf"(?m)^  {re.escape(name)}(?: .*)?\n(?:   +\S.*\n?)*", "", f"{shown}\n").rstrip("\n")
+    shown = re.sub(r"(?m)^(?:Source|Target|Tensors|Running|Output):\n(?=\n|\Z|[A-Z])", "", shown)
+    shown = re.sub(r"\n{3,}", "\n\n", shown).rstrip("\n")
+    shown = shown.replace(KEYS.strip(), "The object of --json has the keys that it has for convert.")
+    flags = ", ".join(name.split(" ")[0].rstrip(",") for name in names)
+    return f"{shown}\n\n{textwrap.fill(f'As for convert: {flags}', 100, break_on_hyphens=False)}" if names else shown
+
+
+def _row(names: str, text: str) -> str:
+    return f"| `{names}` | {_cell(text)} |"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _shown(arguments: list[str]) -> str:
+    """Return what a command prints, at 100 columns."""
+    shown = CliRunner().invoke(cli, arguments, prog_name="reshard", env={"COLUMNS": "100"}, terminal_width=100)
+    assert shown.exit_code == 0, shown.output
+    return "\n".join(line.rstrip() for line in shown.output.strip("\n").split("\n"))
 
 
 def below(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -110,7 +182,7 @@ def example(value: Any) -> str:
 
 
 def errors_page() -> str:
-    """Return the page of all error codes, each with its exit codes and the messages that have it."""
+    """Return the page of all error codes, each with its exit codes and a message that has it."""
     codes: dict[str, tuple[set[str], list[str]]] = {}
     for kind in KINDS.values():
         codes.setdefault(kind.code, (set(), []))[0].add(str(kind.exit_code))
@@ -125,14 +197,14 @@ def errors_page() -> str:
                 if message and message not in messages:
                     messages.append(message)
     rows = [
-        f"| `{code}` | {', '.join(sorted(exits))} | {'; '.join(messages[:2])} |"
+        f"| `{code}` | {', '.join(sorted(exits))} | {messages[0] if messages else ''} |"
         for code, (exits, messages) in sorted(codes.items())
     ]
     head = (
         "# Errors\n\nMade by `python tests/docs_made.py` from the source. A code names a cause and stays the same when "
         "the wording\nchanges; `--json` and `error.code` in Python have it. `…` stands for what varies. If there is no "
         "exit code, it is\n2 for faults of options and 4 for faults of files.\n\n"
-        "| code | exit code | messages, such as |\n|---|---|---|\n"
+        "| code | exit code | such as |\n|---|---|---|\n"
     )
     return head + "\n".join(rows) + "\n"
 
@@ -218,6 +290,7 @@ def variables() -> dict[str, str]:
 PAGES = {
     "reference/api.md": api_page,
     "reference/commands.md": commands_page,
+    "reference/options.md": options_page,
     "reference/environment.md": environment_page,
     "reference/errors.md": errors_page,
 }

@@ -1,6 +1,6 @@
 """The promises of the documentation, and tests of those that no other file tests.
 
-`docs/reference/promises.md` lists each promise with the tests that try to break it; a test that is gone fails here.
+`promises.md` lists each promise with the tests that try to break it; a test that is gone fails here.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 HERE = Path(__file__).parent
-PROMISES = re.findall(
-    r"^\| (.+?) \| (`.+`) \|$", (HERE.parent / "docs/reference/promises.md").read_text(), re.MULTILINE
-)
+PROMISES = re.findall(r"^\| (.+?) \| (`.+`) \|$", (HERE / "promises.md").read_text(), re.MULTILINE)
 
 
 @cache
