@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 from reshard.errors import UsageError
 from reshard.sizes import size_of
@@ -40,6 +41,15 @@ OF_TESTS = {
     "RESHARD_FUZZ_KEEP": "Directory in which its files stay.",
 }
 """What each variable sets that only the project's own tests read."""
+
+
+AGENTS = ("AI_AGENT", "CLAUDECODE", "CODEX_SANDBOX")
+"""Variables by which a program that is driven by an agent says so."""
+
+
+def is_agent() -> bool:
+    """Return whether an agent reads what is printed: one is declared, and there is no terminal."""
+    return any(os.environ.get(name) for name in AGENTS) and not sys.stdout.isatty()
 
 
 def refuse_unknown() -> None:

@@ -133,7 +133,7 @@ def _run(plan: Plan, target: Place, running: Running) -> Report:
     typed = click.get_current_context().meta[TYPED]
     with (
         cluster_client(cluster, running.threads, quiet=running.quiet) as client,
-        progress(quiet=running.quiet) as callback,
+        progress(quiet=running.quiet or running.as_json) as callback,
     ):
         return run(plan, target, replace(running, client=client, checksums=checksums, command=typed), progress=callback)
 

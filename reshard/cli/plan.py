@@ -99,7 +99,7 @@ def plan(
         refuse_existing(output, overwrite=overwrite)
         if target is not None:
             plan_file.check_directory(str(target))
-    with phase(READING, quiet=quiet):
+    with phase(READING, quiet=quiet or as_json):
         planned, directory, _, notes = job(source, target, opening, options, selection, dequantize=dequantize)
         refuse_unused(planned, selection, dequantize)
     if output is not None:
@@ -164,6 +164,6 @@ def run(
                 f"{plan_file} names no target", code="no-target", hint=f"{called_as()} run {plan_file} TARGET"
             )
         target = TARGET.convert(saved.directory, None, None)
-    with phase(READING, quiet=running.quiet):
+    with phase(READING, quiet=running.quiet or running.as_json):
         planned = saved.plan(source, cipher=cipher, target_cipher=target_cipher, threads=running.threads)
     carry_out(planned, target, running)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import click
 
 from reshard.cli import stop as stop_at_once
+from reshard.environment import is_agent
 from reshard.errors import BudgetError, ReshardError, Text, Words, joined, printable, spelled
 from reshard.view.progress import columns_of
 
@@ -306,7 +307,7 @@ def paint(text: str, **style: Any) -> str:
 
 def _colourless() -> bool:
     """Return whether the environment asks for no colours."""
-    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or is_agent()
 
 
 def say_warnings(warnings: Sequence[str]) -> None:
@@ -316,8 +317,18 @@ def say_warnings(warnings: Sequence[str]) -> None:
 
 
 def print_text(text: str) -> None:
-    """Write a result to stdout, with options as typed and control characters escaped."""
-    click.echo(printable(spelled(text, OPTIONS), keep="\n"))
+    """Write a result to stdout, with options as typed and control characters escaped.
+
+    For an agent, what to type next goes to stderr.
+    """
+    text = printable(spelled(text, OPTIONS), keep="\n")
+    if is_agent():
+        lines = text.split("\n")
+        hints = [line for line in lines if line.startswith("next: ")]
+        text = "\n".join(line for line in lines if line not in hints)
+        for hint in hints:
+            say(hint)
+    click.echo(text)
 
 
 def print_picture(draw: Callable[[Canvas], str]) -> None:

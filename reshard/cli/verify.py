@@ -216,7 +216,7 @@ def verify(
         cluster = None  # that of the environment is for comparisons
     with (
         cluster_client(cluster, checking.threads, quiet=quiet) as client,
-        progress(quiet=quiet, words=_WORDS) as callback,
+        progress(quiet=quiet or checking.as_json, words=_WORDS) as callback,
     ):
         verify_target = partial(
             verified, cipher=target_opening.cipher, source_cipher=opening.cipher, independent=checking.independent,

@@ -84,7 +84,7 @@ def convert(
     """  # noqa: D301 -- click's mark of what is not for the terminal
     from reshard.api.jobs import job  # not on every start
 
-    with phase(READING, quiet=running.quiet):
+    with phase(READING, quiet=running.quiet or running.as_json):
         plan, directory, result, notes = job(
             source, target, opening, options, selection, threads=running.threads, dequantize=dequantize
         )
@@ -173,7 +173,7 @@ def average(
     weights = _weights(sources, schedule)
     paths = [path for path, _ in sources]
     opening = openings.common
-    with phase(READING, quiet=running.quiet):
+    with phase(READING, quiet=running.quiet or running.as_json):
         if last is None and len(paths) == 1:
             raise UsageError(
                 f"{paths[0]} is the only source", code="one-source",

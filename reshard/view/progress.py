@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from reshard.environment import is_agent
 from reshard.errors import bytes_text
 
 if TYPE_CHECKING:
@@ -87,14 +88,14 @@ class _Bar:
 
 @contextmanager
 def progress(*, quiet: bool, words: tuple[str, str] = _WORDS) -> Iterator[Callable[[Progress], None] | None]:
-    """Provide a callback that shows progress on stderr; None if `quiet`.
+    """Provide a callback that shows progress on stderr; None if `quiet`, and for agents.
 
     A terminal gets a bar, by `rich` if it is installed. It is as wide as the terminal at most, is drawn ten times a
     second at most, and is removed at the end: what was done is in the report. A log gets a line every 30 seconds.
 
     `words` name the phases: writing bytes, and syncing files.
     """
-    if quiet:
+    if quiet or is_agent():
         yield None
     elif not sys.stderr.isatty():
         yield Lines(words)
@@ -202,7 +203,7 @@ def phase(name: str, *, quiet: bool, after: float = 1.0) -> Iterator[None]:
         quiet: write nothing.
         after: seconds before the name is shown on a terminal. It is removed when the phase ends.
     """
-    if quiet:
+    if quiet or is_agent():
         yield
         return
     terminal, began, done = sys.stderr.isatty(), time.monotonic(), threading.Event()

@@ -128,7 +128,7 @@ def stats(
         say_warnings(checkpoint.warnings)
     with (
         cluster_client(cluster, threads, quiet=quiet) as client,
-        progress(quiet=quiet, words=_WORDS) as callback,
+        progress(quiet=quiet or as_json, words=_WORDS) as callback,
     ):
         result = compute_stats(checkpoint, memory=memory, threads=threads, client=client, progress=callback)
     error = _not_finite(checkpoint, result) if nan else None
@@ -250,7 +250,7 @@ def diff(
         say_warnings([*dict.fromkeys(warning for side in sides for warning in side.warnings)])
     with (
         cluster_client(cluster, threads, quiet=quiet) as client,
-        progress(quiet=quiet, words=_WORDS) as callback,
+        progress(quiet=quiet or as_json, words=_WORDS) as callback,
     ):
         result = compute_diff(
             *sides, tolerance=tolerance, relative=relative, memory=memory, threads=threads, client=client,

@@ -90,7 +90,8 @@ class ZarrGroup(Options):
 
     Attributes:
         chunk_size: the maximum bytes in a chunk; None for chunks that follow the source's blocks.
-        shard_size: the maximum bytes of chunks in a shard; 0 for no shards; None for shards if chunks are small.
+        shard_size: the maximum bytes of chunks in a shard; 0 for no shards; None for shards if chunks are small. Not
+            an option for users.
         compression: None, or `zstd` with a level, as in `zstd:3` (the level is 0, zstd's own choice, if left out).
         times: record the times of the source files too, so that a later run can detect changes. Without them, the same
             source gives the same bytes at any path.
@@ -105,9 +106,7 @@ class ZarrGroup(Options):
     chunk_size: int | None = option(
         "The most bytes in a chunk, such as 16MB.", "size", shown="chunks are the source's blocks"
     )
-    shard_size: int | None = option(
-        "The most bytes of chunks in a file; 0 for each chunk in its own.", "size", shown="64MiB if chunks are small"
-    )
+    shard_size: int | None = None
     compression: str | None = option("zstd, or zstd:LEVEL like zstd:3.", "text", shown="none", metavar="CODEC")
     times: bool = unsaved(False)
 
