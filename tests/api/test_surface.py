@@ -48,7 +48,7 @@ def test_checkpoints_and_plans_show_few_names(source: reshard.Checkpoint) -> Non
         "to_zarr", "unreadable", "warnings", "get", "items", "keys", "values",
     }  # fmt: skip
     assert public(reshard.plan(source)) == {
-        "dropped", "explain_memory", "format", "graph", "left_out", "missing", "picture", "rank", "ranks", "run",
+        "dropped", "format", "graph", "left_out", "missing", "picture", "rank", "ranks", "run",
         "save", "stats", "to_dataframe", "warnings",
     }  # fmt: skip
     assert isinstance(source[next(iter(source))], Array)
@@ -133,8 +133,6 @@ def test_a_graph_gives_a_report_and_a_run_takes_a_scheduler(source: reshard.Chec
     assert called
     assert report.bytes_written == computed.bytes_written == told[-1].written
     assert reshard.verify(tmp_path / "run")
-    with refused(reshard.UsageError, "two-schedulers"):
-        plan.run(tmp_path / "again", client=get, client=object())
 
 
 def test_convert_takes_the_format_from_the_name_or_the_source(

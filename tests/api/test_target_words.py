@@ -22,7 +22,7 @@ TAKEN_BY = {
     "layouts_of": {"dcp", "checkpoint2"},
     **{
         option: {"safetensors", "ckpt", "dcp", "checkpoint2"}
-        for option in ("target_strategy", "ranks", "target_stage", "remove_redundancy", "link_replicas")
+        for option in ("target_strategy", "ranks", "target_stage", "remove_redundancy")
     },
     "same_ranks": {"safetensors", "ckpt"},
     "prefix": {"safetensors", "ckpt", "checkpoint2"},
@@ -68,8 +68,8 @@ def test_options_of_other_formats_are_refused(word: str) -> None:
 
 
 def test_sets_of_whole_tensors_take_no_option_of_ranks() -> None:
-    with refused(UsageError, "option-of-another-format", "ranks", "link_replicas"):
-        check_options(written("hf"), ["ranks", "link_replicas", "max_shard_size"])
+    with refused(UsageError, "option-of-another-format", "ranks"):
+        check_options(written("hf"), ["ranks", "max_shard_size"])
     assert {*CUT, "same_ranks", *takers(targets())} == TAKEN_BY.keys()
     assert {option: {each.name for each in targets() if takes(each, option)} for option in TAKEN_BY} == TAKEN_BY
 

@@ -28,7 +28,7 @@ def main(source_dir: Path, strategy: Path, target_strategy: str, out: Path) -> N
     print(array, shape, source.nbytes, source.ranks, source.format, source.unreadable, source.warnings, source.groups())
     selection = reshard.Selection(include=["*"], exclude=(), cast={"float32": "bfloat16"}, name_map={}, drop=["*"])
     plan: reshard.Plan = reshard.plan(source, target_strategy, to="safetensors", memory="1GB", selection=selection)
-    stats = plan.stats.peak_memory + sum(plan.explain_memory().values())
+    stats = plan.stats.peak_memory + sum(plan._record.explain_memory().values())
     block: Array = plan.rank(0)[next(iter(plan.rank(0)))]
     report: reshard.Report = plan.run(out / "ranks", threads=1, progress=show, overwrite=True)
     computed: reshard.Report = plan.graph(out / "computed").compute()

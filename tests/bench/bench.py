@@ -9,8 +9,8 @@ How the figures are made. The data is random 16-bit numbers in the shapes of a t
 ranks; only the norms are replicas). Some virtual machines hand free memory back to the host within seconds, and
 touching it again is ten times slower; so before each timed arm a process of its own allocates, touches and frees four
 times the job's bytes. Arms run in random order, the first round is thrown away, and medians are reported with the
-minimum and the maximum. Warm rows: source in the page cache, `--tune=fsync=no`, against `cp -r`. Synced and cold rows: the
-default, against `cp -r` followed by `sync`; one has a source of 0.55 of the machine's memory. The machine's name for
+minimum and the maximum. Warm rows: source in the page cache, `--tune=fsync=no`, against `cp -r`. Synced and cold rows:
+the default, against `cp -r` followed by `sync`; one has a source of 0.55 of the machine's memory. The machine's name for
 itself is printed; absolute times mean little. Linux slows writers down when more than 15 % of memory is still to be
 written, as 4 GB in 24 GiB are.
 """
@@ -176,7 +176,6 @@ class Row:
     title: str
     most: float
     options: list[str] = field(default_factory=list)
-    command: str = "convert"
     synced: bool = False
     cold: bool = False
 
@@ -194,25 +193,21 @@ ROWS = [
     Row("columns", "st", "columns", "row → column, warm", 0.95),
     Row("six", "st", "six", "8 → 6 ranks, warm", 0.95),
     Row("optimizer", "st", "optimizer", "optimizer-sharded target, warm", 0.95),
-    Row("convert", "--to=mindspore", "st", None, "convert to one set, warm", 0.95, command="convert", "--to=mindspore"),
-    Row("zarr", "st", None, "convert to a zarr store, warm", 1.5, ["--to", "zarr"], command="convert", "--to=mindspore"),
+    Row("unify", "st", None, "to one set, warm", 0.95, ["--to", "mindspore"]),
+    Row("zarr", "st", None, "convert to a zarr store, warm", 1.5, ["--to", "zarr"]),
     Row("pipeline", "pipeline", "tp4", "pipeline 2 → 1, warm", 0.95),
     Row("ckpt", "ckpt", "tp4", ".ckpt → .ckpt, warm", 1.0),
     Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--to", "safetensors"]),
     Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _STYLE),
-    Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--to", "hf"], command="convert", "--to=mindspore"),
+    Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--to", "hf"]),
     Row("dcp-columns", "dcp", "columns", "DCP row → column, warm", 1.1, _DCP),
     Row("hf-dcp", "hf", "st", "Hugging Face set → DCP fsdp8, warm", 1.1, _DCP),
     *(
-        Row(
-            f"rules-{name}", "hf", None, f"rules: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], command="convert", "--to=mindspore"
-        )
+        Row(f"rules-{name}", "hf", None, f"rules: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"])
         for name, title, most in _RULES
     ),
     *(
-        Row(
-            f"rules-{name}-back", name, None, f"and back: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], "convert", "--to=mindspore"
-        )
+        Row(f"rules-{name}-back", name, None, f"and back: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"])
         for name, title, most in _RULES
     ),
     Row("cold", "st", "tp4", "tp8 → tp4, cold cache, synced", 1.1, cold=True, synced=True),
@@ -250,7 +245,7 @@ def memory() -> int:
 def arms(row: Row, root: Path, out: Path, torch: str | None = None) -> dict[str, list[str]]:
     """The commands of a row: ours, the plain copy, and PyTorch's where a Python has it that knows the format."""
     source = root / row.source
-    ours = [*RESHARD, row.command, str(source), str(out)]
+    ours = [*RESHARD, "convert", str(source), str(out)]
     if row.source not in {"checkpoint2", "dcp", "hf", *(name for name, _, _ in _RULES)}:
         ours += ["--source-strategy", str(root / f"{row.source}.strategy.ckpt")]
     if row.target:

@@ -3,7 +3,7 @@
     python tests/bench/zarr_route.py                   # 2 GB, 5 rounds; about five minutes
     python tests/bench/zarr_route.py --values weights  # numbers as weights have them, which compress a little
 
-As in `bench.py`: arms in random order, memory touched before each, the first round thrown away, warm, `--tune=fsync=no`.
+As in `bench.py`: arms in random order, memory touched before each, the first round thrown away, warm, without fsync.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ def arms(root: Path) -> dict[str, list[str]]:
     found = {
         "cp -r": ["cp", "-r", source, out],
         "direct": [*transform, source, out, *strategy, *split],
-        "via zarr": [*transform, source, f"{out}/t", *strategy, *split, "--via-zarr", f"{out}/s"],
     }
     for name, options in STORES.items():
         unify = [*bench.RESHARD, "convert", source, out, *strategy, "--to", "zarr", *options, *quiet]
-        found[f"convert --to=mindspore to {name}"] = unify
+        found[f"merge to {name}"] = unify
         found[f"split from {name}"] = [*transform, str(root / name), out, *split, "--to", "safetensors"]
     return found
 
@@ -75,12 +74,7 @@ def main() -> None:
             as_weights(root / "st")
         commands = arms(root)
         for name in STORES:
-            bench.timed(
-                [
-                    str(root / name) if word == str(out) else word
-                    for word in commands[f"convert --to=mindspore to {name}"]
-                ]
-            )
+            bench.timed([str(root / name) if word == str(out) else word for word in commands[f"merge to {name}"]])
             nbytes = sum(path.stat().st_size for path in (root / name).rglob("*") if path.is_file())
             files = sum(path.is_file() for path in (root / name).rglob("*"))
             print(f"{name}: {files} files, {nbytes / job:.3f} of the source's bytes")

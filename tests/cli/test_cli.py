@@ -352,9 +352,9 @@ def test_replicas_stored_once_are_read_back(case: Case, tmp_path: Path) -> None:
         assert helpers.read_rank_file(path) == helpers.read_rank_file(expected)
 
 
-def test_links_and_memory(case: Case, tmp_path: Path) -> None:
+def test_memory(case: Case, tmp_path: Path) -> None:
     command = ["convert", case.source, tmp_path / "a", "--source-strategy", case.source_strategy]
-    done(*command, "--target-strategy", case.source_strategy, "--link-replicas", "--memory", "1GiB")
+    done(*command, "--target-strategy", case.source_strategy, "--memory", "1GiB")
     done("convert", tmp_path / "a", tmp_path / "b", *case.strategies)
     failed(5, "not-enough-memory", *command, "--memory", "1MB", places=("'net.layer2.weight'",))
 

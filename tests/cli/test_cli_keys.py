@@ -73,7 +73,7 @@ def mode_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("mode", [None, "AES-GCM", "AES-CBC", "SM4-CBC"])
-@pytest.mark.parametrize("options", [[], ["--remove-redundancy"], ["--link-replicas", "--cast", "float32=bfloat16"]])
+@pytest.mark.parametrize("options", [[], ["--remove-redundancy"], ["--cast", "float32=bfloat16"]])
 @pytest.mark.usefixtures("small_blocks")
 def test_there_and_back_in_every_mode(
     case: Case, tmp_path: Path, key: Path, other: Path, mode: str | None, options: list[str]
@@ -116,15 +116,13 @@ def test_every_command_that_reads_takes_the_key(
             ["convert", "--to=mindspore", *strategy],
             ["convert", *strategy, "--to", "zarr"],
             ["convert", *strategy],
-            ["convert", *strategy, "--via-zarr", tmp_path / "store"],
             ["convert", "--to", "safetensors"],
         )
     ):
         name, *options = command
         result = done(name, sealed, tmp_path / f"from sealed {number}", *options, "--key-file", key)
         assert "sealed is encrypted, and what is written is not" in result.stderr
-        direct = options[: options.index("--via-zarr")] if "--via-zarr" in options else options
-        done(name, plain, tmp_path / f"from plain {number}", *direct)
+        done(name, plain, tmp_path / f"from plain {number}", *options)
         found, expected = (files(tmp_path / f"from {which} {number}") for which in ("sealed", "plain"))
         assert sorted(found) == sorted(expected) != []
         assert found == expected or "zarr" in options  # whose attributes name the source's sizes
@@ -327,7 +325,7 @@ def test_with_exported_keys_plain_files_are_read_as_ever(
         ["inspect", plain / "rank_0"],
         ["inspect", plain / "rank_0" / "checkpoint_0.ckpt"],
         ["convert", plain, "back", *back],
-        ["convert", plain, "through", *back, "--via-zarr", "store"],
+        ["convert", plain, "store", *there, "--to", "zarr"],
         ["convert", "store", "from_store", "--to", "ckpt", "--target-strategy", case.source_strategy],
         ["inspect", "store"],
         ["convert", "--to=mindspore", plain, "ms", *there],
@@ -404,7 +402,7 @@ def test_with_exported_keys_encrypted_files_are_read_and_written(
         monkeypatch.delenv(name, raising=False)
     for command in (
         ["convert", "--to=mindspore", sealed, "set", *there],
-        ["convert", sealed, "open", *back, "--via-zarr", "store"],
+        ["convert", sealed, "open", *back],
     ):
         assert "is encrypted, and what is written is not" in done(*command).stderr
 
@@ -588,12 +586,6 @@ def test_a_key_is_bytes_or_digits_with_or_without_a_newline(nbytes: int) -> None
         if len(wrong) not in {16, 24, 32}:  # which text may be, too
             with refused(UsageError, "bad-key", "k is not a key", f"found {len(wrong)} bytes"):
                 read_key(wrong, "k")
-
-
-def test_through_zarr_what_is_plain_is_said(case: Case, sealed: Path, key: Path, tmp_path: Path) -> None:
-    options = ["--target-strategy", case.target_strategy, "--key-file", key]
-    said = done("convert", sealed, tmp_path / "out", *options, "--via-zarr", tmp_path / "st.zarr", "--json")
-    assert f"is encrypted, and what is written is not: {tmp_path / 'st.zarr'} and {tmp_path / 'out'}" in said.stderr
 
 
 def test_a_strategy_is_checked_with_an_encrypted_checkpoint(case: Case, sealed: Path, key: Path) -> None:

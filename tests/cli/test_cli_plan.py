@@ -35,7 +35,7 @@ def saved(case: Case, tmp_path: Path, *options: str | Path) -> Path:
         [],
         ["--to", "safetensors", "--ranks", "0,2-3", "--prefix", "x"],
         ["--remove-redundancy"],
-        ["--link-replicas", "--memory", "64MB"],
+        ["--remove-redundancy", "--memory", "64MB"],
         ["--weights-only", "--cast", "float32=bfloat16", "--exclude", "*layer3*"],
     ],
 )
@@ -160,7 +160,7 @@ def test_what_is_not_a_plan_is_refused(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--ranks", "0", "--link-replicas"], "--ranks, --link-replicas"),
+        (["--ranks", "0", "--remove-redundancy"], "--ranks, --remove-redundancy"),
         (["--to", "ckpt"], "--to"),
         (["--target-strategy", "x"], "--target-strategy"),
     ],

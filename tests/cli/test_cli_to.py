@@ -159,7 +159,6 @@ def test_what_contradicts_is_refused(case: Case, dst: Path, tmp_path: Path) -> N
         ["conflicting-options", "--to", "hf", "--to", "mindspore"],
         ["option-of-another-format", "--to", "ckpt", "--to", "mindspore"],
         ["needs-format", "--same-ranks"],
-        ["conflicting-options", "--to", "ckpt", "--same-ranks", "--via-zarr", "store"],
     ):
         failed(2, code, "convert", dst, tmp_path / "out", *words)
     cut = ["--target-strategy", case.target_strategy]
@@ -174,15 +173,6 @@ def test_one_file_may_be_next_to_its_source(dst: Path, tmp_path: Path) -> None:
     shutil.copy(tmp_path / "one.safetensors", tmp_path / "two.safetensors")
     done("convert", tmp_path / "two.safetensors", tmp_path / "two.ckpt", "--weights-only")
     assert "global_step" not in helpers.read_rank_file(tmp_path / "two.ckpt")
-
-
-def test_via_zarr_takes_the_format_of_the_source(case: Case, tmp_path: Path) -> None:
-    result = done("convert", case.source, tmp_path / "out", *case.strategies, "--via-zarr", tmp_path / "store")
-    assert result.stdout.count("wrote ") == 2
-    done("convert", case.source, tmp_path / "direct", *case.strategies)
-    for path in tree(tmp_path / "direct"):
-        out = helpers.read_rank_file(tmp_path / "out" / path)
-        assert out == helpers.read_rank_file(tmp_path / "direct" / path)
 
 
 @pytest.mark.parametrize("to", ["hf", "zarr", "x.safetensors"])

@@ -43,7 +43,6 @@ rules check fuse.yaml parts.safetensors whole.safetensors
 rules check fuse.yaml whole.safetensors
 rules show fuse.yaml parts.safetensors
 rules show fuse.yaml parts.safetensors nothing
-rules invert fuse.yaml -o inverted.yaml
 plan src --source-strategy rows.ckpt --target-strategy columns.ckpt -o plan.json
 plan src --source-strategy rows.ckpt --target-strategy lacking.ckpt
 run plan.json ran --dry-run

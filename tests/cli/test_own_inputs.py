@@ -62,11 +62,6 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     "convert of a store": (
         ["convert", "store", "out", "--write-manifest"], "convert", ["store/zarr.json", "store/w/zarr.json"],
     ),
-    "via a store": (
-        ["convert", "src", "out", *SPLIT, "--via-zarr", "via", "--write-manifest"],
-        "convert",
-        ["source.ckpt", "target.ckpt"],
-    ),
     "convert": (
         ["convert", "src", "out", "--to", "ckpt", "--write-manifest"],
         "convert",
@@ -100,7 +95,6 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "strategy from-checkpoint",
         ["made/rank_0/checkpoint_0.safetensors"],
     ),
-    "invert": (["rules", "invert", "equations.yaml", "-o"], "rules invert", ["equations.yaml"]),
 }  # fmt: skip
 
 
@@ -323,30 +317,3 @@ def test_urls(output: str, read: str, same: bool) -> None:
             refuse_inputs([output], [read])
     else:
         refuse_inputs([output], [read])
-
-
-@pytest.mark.parametrize(
-    ("store", "target"),
-    [
-        ("via", "via"),
-        ("via", "./x/../via"),
-        ("via", "via/out"),
-        ("out/via", "out"),
-        ("link/via", "out"),
-        ("src", "out"),
-        ("src/via", "out"),
-        (".", "out"),
-        ("file://{here}/out", "out"),
-        ("memory://a/via", "memory://a"),
-        ("memory://a", "memory:///a/out"),
-    ],
-)
-def test_a_store_on_the_way_is_apart(folder: Path, store: str, target: str) -> None:
-    Path("out").mkdir()
-    Path("link").symlink_to("out")
-    before = tree(folder)
-    for more in ([], ["--overwrite"], ["--dry-run"]):
-        words = ["convert", "src", target, *SPLIT, "--via-zarr", store.format(here=folder)]
-        failed(6, "overlaps", *words, *more, places=("--via-zarr",))
-    assert tree(folder) == before
-    done("convert", "src", "out", *SPLIT, "--via-zarr", "outer")  # whose name only begins so

@@ -443,7 +443,7 @@ def test_commands(tmp_path: Path) -> None:
     assert "dequantized" in planned.stdout
     done("run", tmp_path / "plan.json", tmp_path / "planned")
     assert_equal(reshard.open(tmp_path / "planned"), full)
-    for more in (("--link", "--to", "dcp"), ("--same-ranks", "--to", "ckpt"), ("--via-zarr", tmp_path / "x.zarr")):
+    for more in (("--link", "--to", "dcp"), ("--same-ranks", "--to", "ckpt")):
         failed(2, "conflicting-options", "convert", source, tmp_path / "none", *option, *more)
     failed(2, "unsupported-dtype", "convert", source, tmp_path / "none", "--dequantize", "int8")
     failed(2, "unknown-dtype", "convert", source, tmp_path / "none", "--dequantize", "fp")

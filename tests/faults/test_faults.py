@@ -82,7 +82,6 @@ SCENARIOS = [
     Scenario("columns", "ckpt", to("columns")),
     Scenario("to ckpt", "safetensors", to("columns", "--to=ckpt", "--tune=drop-cache=yes")),
     Scenario("by file", "ckpt", to("columns", "--to=safetensors"), is_by_file=True),
-    Scenario("links", "safetensors", to("replicas", "--link-replicas")),
     Scenario("stored once", "safetensors", to("replicas", "--remove-redundancy", "--threads=1")),
     Scenario("no fsync", "safetensors", to("rows", "--tune=fsync=no")),
     Scenario("no fsync, by file", "safetensors", to("rows", "--tune=fsync=no"), is_by_file=True),

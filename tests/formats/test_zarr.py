@@ -119,7 +119,7 @@ def test_chunks_are_what_zarr_itself_writes(source: reshard.Checkpoint, tmp_path
 
 
 def test_chunks_are_the_source_blocks(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    source.to_zarr(tmp_path / "z", shard_size=0)
+    plan_with(source, files=ZarrGroup(shard_size=0)).run(tmp_path / "z")
     own = reshard.open(tmp_path / "z")
     for name in FULL:
         assert [shard.block for shard in own.tensors[name].shards] == [s.block for s in source.tensors[name].shards]
@@ -221,7 +221,7 @@ def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint) -> None:
                         ({"compression": "zstd:fast"}, "unknown-compression")):  # fmt: skip
         with refused(UsageError, code, next(iter(files.values()))):
             ZarrGroup(**files)  # type: ignore[arg-type]
-    for options in ({"ranks": [0]}, {"remove_redundancy": True}, {"link_replicas": True}):
+    for options in ({"ranks": [0]}, {"remove_redundancy": True}):
         with refused(UsageError, "option-of-another-format", next(iter(options))):
             reshard.plan(source, to="zarr", **options)  # type: ignore[arg-type]
     with refused(UsageError, "option-of-another-format", "strategy"):

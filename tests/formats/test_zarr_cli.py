@@ -1,4 +1,4 @@
-"""zarr stores on the command line: `unify --to zarr`, `transform`, and both steps with `--via-zarr`."""
+"""zarr stores on the command line: to them, and from them."""
 
 from __future__ import annotations
 
@@ -82,87 +82,8 @@ def test_the_name_of_a_target_says_its_format(source: reshard.Checkpoint, tmp_pa
 
 
 def test_options_of_the_other_format_are_refused(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    for options in (["--chunk-size", "1MB"], ["--to", "zarr", "--to", "hf"], ["--shard-size", "0"],
+    for options in (["--chunk-size", "1MB"], ["--to", "zarr", "--to", "hf"],
                     ["--to", "zarr", "--max-shard-size", "1GB"], ["--compression", "zstd"]):  # fmt: skip
         done = invoke("convert", "--to=mindspore", source.root, tmp_path / "out", *options)
         assert done.exit_code == 2
         assert options[-2] in done.output
-
-
-def test_via_zarr_and_again_without_the_source(
-    source: reshard.Checkpoint, tmp_path: Path, strategies: tuple[Path, Path]
-) -> None:
-    store = tmp_path / "m.zarr"
-    common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", store]
-    reshard.plan(source, TARGET).run(tmp_path / "direct")
-    dry = invoke("convert", source.root, tmp_path / "one", *common, "--dry-run", "--json")
-    assert json.loads(dry.output)["format"] == "zarr"
-    assert not store.exists()
-    done = invoke("convert", source.root, tmp_path / "one", *common)
-    assert done.exit_code == 0, done.output
-    assert tree(tmp_path / "one") == tree(tmp_path / "direct")
-    before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
-    done = invoke("convert", source.root, tmp_path / "two", *common)
-    assert "is finished and of this source; it is used as it is" in done.output
-    shutil.move(source.root, tmp_path / "gone")
-    done = invoke("convert", source.root, tmp_path / "three", *common)
-    assert done.exit_code == 0, done.output
-    assert "does not exist; " in done.output
-    assert before == {path: path.stat().st_mtime_ns for path in store.rglob("*")}
-    assert tree(tmp_path / "one") == tree(tmp_path / "two") == tree(tmp_path / "three")
-
-
-def test_via_zarr_refuses_the_store_of_another_source(
-    source: reshard.Checkpoint, tmp_path: Path, strategies: tuple[Path, Path]
-) -> None:
-    common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", tmp_path / "m.zarr"]
-    assert invoke("convert", source.root, tmp_path / "one", *common).exit_code == 0
-    Path(source._record.files[0].path).touch()
-    done = invoke("convert", source.root, tmp_path / "two", *common)
-    assert done.exit_code == 6
-    assert "is finished, and was made from another source" in done.output
-    assert not (tmp_path / "two").exists()
-
-
-def test_via_zarr_goes_on_where_the_first_step_was_killed(
-    source: reshard.Checkpoint, tmp_path: Path, strategies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = tmp_path / "m.zarr"
-    real, named = os.replace, count()
-
-    def killing(*arguments: Any) -> None:
-        if next(named) == 5:
-            raise Killed
-        real(*arguments)
-
-    plan = plan_with(source, files=ZarrGroup(times=True))
-    with monkeypatch.context() as patched:
-        patched.setattr(Session, "failed", lambda session, *_: session.flush())
-        patched.setattr(os, "replace", killing)
-        with pytest.raises(Killed):
-            plan.run(store)
-    left = {path.name.endswith(".partial") for path in store.rglob("c.*")}
-    assert left == {True, False}, "some files have their names, others not"
-    common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", store]
-    done = invoke("convert", source.root, tmp_path / "one", *common, "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["source"] == str(store)
-    reshard.plan(source, TARGET).run(tmp_path / "direct")
-    assert tree(tmp_path / "one") == tree(tmp_path / "direct")
-    assert not list(store.rglob("*.partial"))
-
-
-def test_via_zarr_the_format_stays_and_notices_are_reported(tmp_path: Path, strategies: tuple[Path, Path]) -> None:
-    for rank in SOURCE.ranks:
-        path = tmp_path / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
-        write_file(path, {**blocks(FULL, SOURCE, rank), "rng": np.array([rank], np.float32)}, "ckpt")
-    common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--layout", "rng=copy"]
-    done = call("convert", tmp_path / "src", tmp_path / "out", *common, "--via-zarr", tmp_path / "m.zarr", "--json")
-    assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout)["format"] == "ckpt"
-    assert "rng differs between the ranks" in done.stderr
-    shutil.move(tmp_path / "src", tmp_path / "gone")
-    again = call("convert", tmp_path / "src", tmp_path / "two", *common, "--via-zarr", tmp_path / "m.zarr")
-    assert again.exit_code == 0, again.stderr
-    assert tree(tmp_path / "out") == tree(tmp_path / "two")
-    assert {path.rpartition(".")[2] for path in tree(tmp_path / "out")} == {"ckpt"}

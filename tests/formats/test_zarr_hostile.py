@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from reshard.formats.zarr.layout import ZarrGroup
+
+from checkpoints import plan_with
+
 import json
 import os
 import shutil
@@ -27,9 +31,11 @@ if TYPE_CHECKING:
 @pytest.fixture
 def lying(tmp_path: Path) -> Path:
     path = write_file(tmp_path / "w.safetensors", {"w": np.arange(48, dtype=np.float32).reshape(8, 6)})
-    reshard.open(path).to_zarr(tmp_path / "plain", chunk_size=48, shard_size=0)
-    reshard.open(path).to_zarr(tmp_path / "sharded", chunk_size=48, shard_size=96)
-    reshard.open(path).to_zarr(tmp_path / "zstd", chunk_size=48, shard_size=0, compression="zstd")
+    plan_with(reshard.open(path), files=ZarrGroup(chunk_size=48, shard_size=0)).run(tmp_path / "plain")
+    plan_with(reshard.open(path), files=ZarrGroup(chunk_size=48, shard_size=96)).run(tmp_path / "sharded")
+    plan_with(reshard.open(path), files=ZarrGroup(chunk_size=48, shard_size=0, compression="zstd")).run(
+        tmp_path / "zstd"
+    )
     return tmp_path
 
 

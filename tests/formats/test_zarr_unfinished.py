@@ -139,10 +139,10 @@ def test_a_run_goes_on_where_one_was_killed(
 def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoint, tmp_path: Path) -> None:
     """A plain chunk that has its name already, and would be at the same path compressed, is not taken for that."""
     store = tmp_path / "z"
-    killed_at(6, "replace", lambda: source.to_zarr(store, shard_size=0))
+    killed_at(6, "replace", lambda: plan_with(source, files=ZarrGroup(shard_size=0)).run(store))
     with refused(TargetError, "other-run", "experts/zarr.json", "restart=True"):
-        source.to_zarr(store, shard_size=0, compression="zstd")
-    source.to_zarr(store, shard_size=0, compression="zstd", restart=True)
+        plan_with(source, files=ZarrGroup(shard_size=0, compression="zstd")).run(store)
+    plan_with(source, files=ZarrGroup(shard_size=0, compression="zstd")).run(store, restart=True)
     assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
     assert not (store / ".reshard").exists()
 

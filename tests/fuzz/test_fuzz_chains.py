@@ -170,7 +170,7 @@ def between(rng: Random, link: Link, path: Path, formats: list[str], counts: Cou
 
 
 def to_ranks(rng: Random, link: Link, path: Path, strategy: Path, format: str, *, whole_ranks: bool = False) -> Link:
-    more = rng.choice([[], [], ["--remove-redundancy"], ["--link-replicas"], ["by file"], ["--threads=1"]])
+    more = rng.choice([[], [], ["--remove-redundancy"], ["by file"], ["--threads=1"]])
     if whole_ranks and more == ["--remove-redundancy"]:
         more = []
     with pytest.MonkeyPatch.context() as patch:

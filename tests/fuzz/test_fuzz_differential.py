@@ -47,7 +47,7 @@ class Case:
         target: the strategy of the target, by its names; None for whole tensors.
         selection: selection.
         format: of the source files.
-        command: `transform`, or `unify` into a `set` or a `store`.
+        into: files of `ranks`, a `set` or a `store`.
         to: format that is asked for, if any.
         ranks: of the target, if not all are asked for.
         words: other options.
@@ -59,7 +59,6 @@ class Case:
     target: Side | None
     selection: Wishes
     format: str
-    command: str = "convert"
     into: str = "ranks"
     to: str | None = None
     ranks: list[int] | None = None
@@ -188,8 +187,8 @@ def make_any(rng: Random) -> Case:
     target = None if rng.random() < 0.3 else some_side(rng)
     format = rng.choice(["ckpt", "safetensors"])
     case = Case([], source, target, Wishes(), format)
-    if target is None and rng.random() < 0.75:
-        case.command, case.into = "convert", "--to=mindspore", rng.choice(["set", "store"])
+    if target is None and (source is None or rng.random() < 0.75):
+        case.into = rng.choice(["set", "store"])
     names = reference.some_names(rng, 4)
     named = {weight for weight, state in names if state is None}
     if rng.random() < 0.3:
@@ -381,14 +380,13 @@ def options(rng: Random, case: Case) -> None:
     case.to = rng.choice([None, "ckpt", "safetensors"])
     if only_safetensors:
         case.to = "safetensors"
-    if case.command == "unify":
+    if case.into != "ranks":
         case.to = "zarr" if case.into == "store" else None
         if case.into == "store":
             words += rng.choice([[], [f"--chunk-size={rng.choice([1, 100, 2000])}B"]])
-            words += rng.choice([[], ["--shard-size=0"], ["--shard-size=700B"]])
             words += rng.choice([[], ["--compression=zstd"], ["--compression=zstd:3"]])
         else:
-            words.append(f"--to={rng.choice(['mindspore', 'huggingface'])}")
+            words.append(f"--to={rng.choice(['mindspore', 'hf'])}")
             words += rng.choice([[], [f"--max-shard-size={rng.choice([100, 3000])}B"]])
     else:
         words += rng.choice([[], [], ["--prefix=net/é_"[:9].replace("/", "-")]])
@@ -397,8 +395,8 @@ def options(rng: Random, case: Case) -> None:
             case.ranks = sorted(rng.sample(ranks, rng.randint(1, len(ranks))))
             words.append("--ranks=" + ",".join(map(str, case.ranks)))
         if case.target is not None:
-            words += rng.choice([[], [], [], [], ["--remove-redundancy"], ["--link-replicas"]])
-    words += rng.choice([[], [f"--threads={rng.randint(1, 4)}"], ["--scheduler=synchronous"]])
+            words += rng.choice([[], [], [], [], ["--remove-redundancy"]])
+    words += rng.choice([[], [f"--threads={rng.randint(1, 4)}"], ["--cluster=synchronous"]])
     words += rng.choice([["--tune=fsync=no"], ["--tune=fsync=no"], []])
     words += rng.choice([[], [], [], [f"--memory={rng.choice(['200MB', '1GiB'])}"]])
 
@@ -421,17 +419,17 @@ def one_case(rng: Random, root: Path, counts: Counter[str]) -> None:
     ways = {"direct": direct, "again": run_again, "stopped": stopped, "process": as_a_process}
     if "--partial" not in words:
         ways["over another"] = over_another
-    if not any(word.startswith(("--prefix", "--chunk", "--shard", "--compression", "--to")) for word in words):
+    if not any(word.startswith(("--prefix", "--chunk", "--compression", "--to")) for word in words):
         ways["planned"] = planned
     # Weights that are left out of a store are missed by what is said of their states there.
     is_whole = not case.selection.names and not case.selection.drop
-    if case.command == "transform" and "--link-replicas" not in words and is_whole:
+    if case.into == "ranks" and case.target is not None and is_whole:
         ways["by a store"] = by_a_store
     rates = {"direct": 10, "again": 2, "stopped": 2, "process": 0.1, "over another": 2, "planned": 3, "by a store": 2}
     way = rng.choices(list(ways), [rates[way] for way in ways])[0]
     if case.into == "store" and way in {"again", "stopped"}:
         way = "direct"  # a finished store is refused
-    counts[f"{case.command} {way}"] += 1
+    counts[f"{case.into} {way}"] += 1
     small = rng.choice([True, True, False]) and not any(word.startswith("--memory") for word in words)
     with pytest.MonkeyPatch.context() as patch:
         if small:
@@ -439,7 +437,7 @@ def one_case(rng: Random, root: Path, counts: Counter[str]) -> None:
             patch.setattr(budget, "TASK_BYTES", rng.choice([128, 512, 4000]))
         if rng.random() < 0.25:
             by_file(patch)
-        told = ways[way](case, root, [case.command, source, str(out), *words], rng)
+        told = ways[way](case, root, ["convert", source, str(out), *words], rng)
     if told is None:
         counts["refused as it may be"] += 1
         return
@@ -541,9 +539,8 @@ def planned(case: Case, root: Path, words: list[str], rng: Random) -> Told:
         return transformed(words)
     plan = str(root / "plan.json")
     running = ("--threads", "--cluster", "--tune=fsync=no")
-    style = ["--to=mindspore"] if case.command == "unify" else []
     planning = [word for word in words[3:] if not word.startswith(running)]
-    result = reshard("plan", words[1], *planning, *style, "-o", plan)
+    result = reshard("plan", words[1], *planning, "-o", plan)
     if is_unclear(result):
         return None
     if "not-savable" in result.codes:  # a conversion file by file
@@ -562,8 +559,15 @@ def planned(case: Case, root: Path, words: list[str], rng: Random) -> Told:
 
 
 def by_a_store(case: Case, root: Path, words: list[str], rng: Random) -> Told:
-    """Unify into a store first."""
-    return transformed([*words, f"--via-zarr={root / 'via.zarr'}"])
+    """Convert into a store first."""
+    store, split = str(root / "via.zarr"), ("--target-strategy", "--ranks", "--remove-redundancy", "--prefix", "--to=")
+    first = [word for word in words[3:] if not word.startswith(split)]
+    if transformed([*words[:2], store, *first]) is None:
+        return None
+    running = ("--threads", "--cluster", "--tune", "--memory")
+    format_ = [] if any(word.startswith("--to=") for word in words) else [f"--to={case.format}"]
+    more = [word for word in words[3:] if word.startswith((*split, *running))]
+    return transformed(["convert", store, words[2], *more, *format_])
 
 
 def check(case: Case, out: Path) -> None:

@@ -131,7 +131,7 @@ def a_plan_file(
                 "made_by": "0.1.0", "source": known | source, "target": target, "selection": selection,
             },
             "warnings": warnings, "looked": None, "arrangement": pattern, "files": {"to": way[0], "fields": way[1]},
-            "ranks": None, "link_replicas": False, "memory": None, "directory": None,
+            "ranks": None, "memory": None, "directory": None,
         }  # fmt: skip
         path.write_text(json.dumps(plan))
 

@@ -134,7 +134,6 @@ def test_sets_and_links(tmp_path: Path) -> None:
     replicas = Strategy.of({name: Layout.of([2, 4], [-1, 0]) for name in FULL})
     for name, plan in {
         "set": reshard.plan(source, to="mindspore", max_shard_size=5000),
-        "links": reshard.plan(source, replicas, link_replicas=True),
     }.items():
         plan.run(tmp_path / name / "by_tensor")
         plan.run(tmp_path / name / "by_file", partition="file")

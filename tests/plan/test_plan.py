@@ -160,7 +160,7 @@ def test_a_layout_that_does_not_fit_names_tensor_dimension_and_sizes(source: res
         reshard.plan(source, target)
     assert all(f"tensor {name!r}" in str(caught.value) for name in ("w", "moments.w"))
     with pytest.raises(SourceError) as again:  # who asks for the grid twice is told once
-        reshard.plan(source, target, remove_redundancy=True, link_replicas=True)
+        reshard.plan(source, target, remove_redundancy=True)
     assert str(again.value) == str(caught.value)
 
 

@@ -57,7 +57,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "hugging face set": {"files": HuggingFaceSet(300), "format": "safetensors"},
     "named file": {"files": RankFiles(name="weights/all.st")},
     "stored once": {"target": TARGET, "remove_redundancy": True},
-    "linked": {"target": TARGET, "link_replicas": True},
     "cast": {"target": TARGET, "selection": Selection(cast={"float32": "bfloat16"})},
     "selected": {
         "target": RENAMED,

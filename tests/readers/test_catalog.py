@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from reshard.formats.zarr.layout import ZarrGroup
+
+from checkpoints import plan_with
+
 import os
 import shutil
 import sys
@@ -368,8 +372,8 @@ def test_saves_of_ranks(tmp_path: Path) -> None:
 def test_stores(tmp_path: Path) -> None:
     write_file(tmp_path / "w.safetensors", FULL)
     source = reshard.open(tmp_path / "w.safetensors")
-    source.to_zarr(tmp_path / "plain.zarr", shard_size=64)
-    source.to_zarr(tmp_path / "small.zarr", compression="zstd", shard_size=64)
+    plan_with(source, files=ZarrGroup(shard_size=64)).run(tmp_path / "plain.zarr")
+    plan_with(source, files=ZarrGroup(compression="zstd", shard_size=64)).run(tmp_path / "small.zarr")
     (tmp_path / "w.safetensors").unlink()
     assert states(tmp_path) == {"plain.zarr": "complete", "small.zarr": "complete"}
     for name in ("plain.zarr", "small.zarr"):

@@ -45,7 +45,6 @@ WRITTEN: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "ckpt": (TARGET, {"format": "ckpt"}),
     "safetensors": (TARGET, {"format": "safetensors"}),
     "each replica once": (TARGET, {"format": "safetensors", "remove_redundancy": True}),
-    "links of replicas": (TARGET, {"format": "safetensors", "link_replicas": True}),
     "cast": (TARGET, {"format": "ckpt", "selection": reshard.Selection(cast={"float32": "bfloat16"})}),
     "stages": (PIPELINE, {"format": "safetensors"}),
     "one stage": (PIPELINE, {"format": "ckpt", "stage": 1}),

@@ -202,7 +202,7 @@ def test_memory_for_copies_is_counted(tmp_path: Path) -> None:
     base = reshard.open(write_file(tmp_path / "base.safetensors", model))
     copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"]}
     sizes = [
-        reshard.plan(base, selection=Selection(lora=save(tmp_path / name, some))).explain_memory()[
+        reshard.plan(base, selection=Selection(lora=save(tmp_path / name, some)))._record.explain_memory()[
             "coding and fetching"
         ]
         for name, some in (("pairs", pairs), ("copies", pairs | copy))

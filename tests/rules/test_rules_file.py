@@ -310,8 +310,6 @@ def test_where_numbers_come_from(tmp_path: Path) -> None:
     path.write_text(HEAD + "let: {n: config.heads}\nconfig: {heads: 6}\nrules: [{a: x, b: y}]")
     assert Rules.read(path).numbers.value("n") == 6
     assert Rules.of(rules.data(), root=str(path)) == rules
-    assert rules.inverted().sides == ("b", "a")
-    assert rules.inverted().inverted() == rules
 
 
 def test_examples_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

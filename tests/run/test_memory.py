@@ -116,7 +116,6 @@ RUNS = {
     "convert": ("large", None, "convert", "--to", "ckpt", "--threads", "4"),
     "replicas": ("large", "replicas", "--threads", "4"),
     "remove redundancy": ("large", "replicas", "--threads", "4", "--remove-redundancy"),
-    "link replicas": ("large", "replicas", "--threads", "4", "--link-replicas"),
     "drop cache": ("large", "columns", "--threads", "4", "--tune=drop-cache=yes"),
     "5,000 tensors": ("small", "four", "--threads", "4"),
     "5,000 tensors by columns": ("small", "columns", "--threads", "1"),

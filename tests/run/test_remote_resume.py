@@ -303,17 +303,6 @@ def test_what_a_group_replaces_stays_until_all_of_it_is_sent(source: reshard.Che
     assert get(url) == before
 
 
-def test_links_are_gone_on_with(root: str, source: reshard.Checkpoint, tmp_path: Path, faults: Faults) -> None:
-    replicas = Strategy.of({name: Layout.of([4], [-1] * array.ndim) for name, array in FULL.items()})
-    plan = reshard.plan(source, replicas, link_replicas=True)
-    plan.run(tmp_path / "out")
-    gone = raising(TargetError("the network is gone"))
-    with faults.broken(1, gone, "link", after=True), refused(TargetError, "bad-target", "the network is gone"):
-        plan.run(f"{root}/out", client="synchronous")
-    assert plan.run(f"{root}/out").finished == 2
-    assert get(f"{root}/out") == tree(tmp_path / "out")
-
-
 def test_what_a_changed_source_leaves(root: str, source: reshard.Checkpoint, several_groups: None) -> None:
     """Of the run in which it changes nothing, so that the same command begins again; of an earlier one what it made."""
     fs, path = fsspec.core.url_to_fs(source._record.files[1].path)

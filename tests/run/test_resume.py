@@ -243,7 +243,6 @@ def test_progress_begins_at_what_an_earlier_run_wrote(source: reshard.Checkpoint
 @pytest.mark.parametrize(
     "options",
     [
-        {"link_replicas": True},
         {"files": MindSporeSet(2000), "format": "safetensors"},
         {"files": HuggingFaceSet(2000), "format": "safetensors"},
         {"format": "ckpt"},

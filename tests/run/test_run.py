@@ -336,22 +336,6 @@ def test_a_target_is_apart_from_its_source(source: reshard.Checkpoint, tmp_path:
         assert tree(tmp_path) == before
 
 
-def test_replicas_linked(tmp_path: Path) -> None:
-    """64 ranks of which 2 differ: two files are written, the others are the same files, or share their blocks."""
-    path = write_file(tmp_path / "whole.safetensors", FULL)
-    target = Strategy.of({name: Layout.of([2, 32], [1] + [-1] * (array.ndim - 1)) for name, array in FULL.items()})
-    plain = reshard.plan(reshard.open(path), target)
-    linked = reshard.plan(reshard.open(path), target, link_replicas=True)
-    assert linked.stats.bytes_written * 32 == plain.stats.bytes_written
-    plain.run(tmp_path / "plain", fsync=False)
-    for overwrite in (False, True):
-        linked.run(tmp_path / "linked", fsync=False, overwrite=overwrite)
-        assert tree(tmp_path / "linked") == tree(tmp_path / "plain")
-    inodes = {p.stat().st_ino for p in (tmp_path / "linked").rglob("*.safetensors")}
-    assert len(inodes) in {2, 64}
-    assert plain.stats.bytes_read == linked.stats.bytes_read  # one read whatever the number of replicas
-
-
 @pytest.mark.slow
 def test_one_tensor_of_16_gb_within_512_mb(tmp_path: Path) -> None:
     """A sparse file with numbers at random places, so that skipping holes cannot pass; peak against prediction."""

@@ -46,23 +46,6 @@ def fail_once(function: Callable[..., Any], when: Callable[..., bool], number: i
     return failing
 
 
-@pytest.mark.parametrize("partition", ["tensor", "file"])
-@pytest.mark.parametrize("removed", [False, True], ids=["overwritten", "original removed by hand"])
-def test_links_are_made_anew(
-    source: reshard.Checkpoint, later: reshard.Checkpoint, tmp_path: Path, partition: str, removed: bool
-) -> None:
-    target = tmp_path / "out"
-    reshard.plan(source, REPLICATED, link_replicas=True).run(target, partition=partition)
-    plan = reshard.plan(later, REPLICATED, link_replicas=True)
-    if removed:
-        next((target / "rank_0").iterdir()).unlink()
-        with refused(TargetError, "other-run", "rank_1/checkpoint_1.safetensors"):
-            plan.run(target, partition=partition)
-    plan.run(target, partition=partition, overwrite=True)
-    plan.run(tmp_path / "undisturbed")
-    assert tree(target) == tree(tmp_path / "undisturbed")
-
-
 @pytest.mark.parametrize("files", [MindSporeSet(2000), HuggingFaceSet(2000)])
 def test_a_set_that_is_replaced_is_without_its_index_until_all_is_new(
     source: reshard.Checkpoint, later: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any
@@ -109,25 +92,6 @@ def test_a_target_that_is_begun_anew_is_known_at_every_time(
     assert tree(tmp_path / "out") == before
 
 
-def test_a_link_that_is_not_noted_is_known(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = reshard.plan(source, REPLICATED, link_replicas=True)
-    real = os.link
-
-    def link_and_fail(*arguments: Any, **options: Any) -> None:
-        real(*arguments, **options)
-        patch.setattr(os, "write", fail_once(os.write, lambda *_: True, errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "link", link_and_fail)
-        with pytest.raises(BudgetError) as caught:
-            plan.run(tmp_path / "out")
-    assert "the same command resumes" in caught.value.__notes__[0]
-    assert len(tree(tmp_path / "out")) == 2
-    plan.run(tmp_path / "out")
-
-
 def test_without_a_journal_there_are_locks(
     source: reshard.Checkpoint, later: reshard.Checkpoint, tmp_path: Path
 ) -> None:
@@ -170,23 +134,6 @@ def test_what_is_not_a_directory_and_no_file_is_told_before(source: reshard.Chec
     for more in ({}, {"overwrite": True}, {"restart": True}):
         with refused(TargetError, "is-directory", "rank_1/checkpoint_1.safetensors"):
             plan.run(tmp_path / "out", **more)
-
-
-def test_a_foreign_file_in_the_place_of_a_link_stays(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    foreign = tmp_path / "out" / "rank_1" / "checkpoint_1.safetensors"
-    foreign.parent.mkdir(parents=True)
-    foreign.write_text("theirs")
-    plan = reshard.plan(source, REPLICATED, link_replicas=True)
-    with monkeypatch.context() as patch:
-        final = fail_once(os.replace, lambda _, new: new.endswith("checkpoint_0.safetensors"), errno.EIO)
-        patch.setattr(os, "replace", final)
-        with refused(TargetError, "cannot-write", "rename"):
-            plan.run(tmp_path / "out", overwrite=True)
-    with refused(TargetError, "already-exists", "rank_1/checkpoint_1.safetensors"):
-        plan.run(tmp_path / "out")
-    assert foreign.read_text() == "theirs"
 
 
 def test_without_a_journal_locks_are_an_attempt(

@@ -186,8 +186,6 @@ def test_what_is_no_scheduler_is_refused_before_anything_is_written(
             made.run(out, client=value)
     with dask.config.set(scheduler="quick"), refused(UsageError, "unknown-scheduler", "quick"):
         made.run(out)
-    with refused(UsageError, "two-schedulers"):
-        made.run(out, client="threads", client="threads")
     client = distributed.Client(running.address, set_as_default=False)
     client.close()
     with refused(ReshardError, "not-reachable"):

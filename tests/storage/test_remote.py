@@ -63,7 +63,7 @@ def test_source_and_target_at_urls(root: str, tmp_path: Path, format: str) -> No
     assert get(f"{root}/back") == tree(local)
 
 
-def test_sets_links_and_single_files(root: str, tmp_path: Path) -> None:
+def test_sets_and_single_files(root: str, tmp_path: Path) -> None:
     put(write_ranks(tmp_path / "src", FULL, ROWS), f"{root}/src")
     source = reshard.open(f"{root}/src", strategy=ROWS)
     for name, files in {"ms": MindSporeSet(2000), "hf": HuggingFaceSet(1100)}.items():
@@ -76,14 +76,11 @@ def test_sets_links_and_single_files(root: str, tmp_path: Path) -> None:
         with refused(TargetError, "overlaps", f"{root}/src"):
             plan.run(f"{root}/src", overwrite=True)
     replicas = Strategy.of({name: Layout.of([4], [-1] * array.ndim) for name, array in FULL.items()})
-    linked = reshard.plan(source, replicas, link_replicas=True)
-    linked.run(f"{root}/linked")
-    reshard.plan(source, replicas).run(tmp_path / "replicas")
-    assert get(f"{root}/linked") == tree(tmp_path / "replicas")
-    one = reshard.open({0: f"{root}/linked/rank_3/checkpoint_3.safetensors"})
+    reshard.plan(source, replicas).run(f"{root}/replicas")
+    one = reshard.open({0: f"{root}/replicas/rank_3/checkpoint_3.safetensors"})
     assert np.array_equal(one["v"].compute(), FULL["v"])
-    assert len(reshard.open(f"{root}/linked/rank_3/checkpoint_3.safetensors")) == 3
-    assert len(reshard.open(f"{root}/linked/rank_3")) == 3
+    assert len(reshard.open(f"{root}/replicas/rank_3/checkpoint_3.safetensors")) == 3
+    assert len(reshard.open(f"{root}/replicas/rank_3")) == 3
 
 
 def test_only_ranges_are_read_each_once(root: str, asked: Requests, tmp_path: Path) -> None:

@@ -102,7 +102,6 @@ def held(pipeline: Pipeline, rank: int) -> dict[str, Any]:
         ["convert", "SOURCE", "OUT", "FILE", "TARGET", "--json"],
         ["convert", "SOURCE", "OUT", "FILE", "TARGET", "--dry-run"],
         ["convert", "SOURCE", "OUT", "FILE"],
-        ["convert", "SOURCE", "OUT", "FILE", "--via-zarr", "OUT.zarr"],
         ["convert", "--to=mindspore", "SOURCE", "OUT", "FILE"],
         ["convert", "SOURCE", "OUT", "FILE", "--to", "zarr"],
         ["plan", "SOURCE", "FILE", "TARGET", "-o", "OUT"],

@@ -249,7 +249,8 @@ def test_a_plan_runs_over_a_copy_of_the_run(tmp_path: Path, mindspore_data: Path
 
 def test_by_way_of_a_store_common_is_the_source_s(tmp_path: Path, mindspore_data: Path) -> None:
     source, full = opened(mindspore_data, CUT[0])
-    done("convert", source.root, tmp_path / "run", "--to", "checkpoint2", "--via-zarr", tmp_path / "a.zarr")
+    done("convert", source.root, tmp_path / "a.zarr")
+    done("convert", tmp_path / "a.zarr", tmp_path / "run", "--to", "checkpoint2")
     found = reshard.open(tmp_path / "run")
     assert_equal(found, full)
     assert Path(found.root, "common.json").read_bytes() == Path(source.root, "common.json").read_bytes()
@@ -291,8 +292,8 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
     said = metadata(tmp_path / "cast" / "iteration_00000011")["state_dict_metadata"]
     assert {one["properties"]["dtype"] for one in said.values()} == {"BFloat16"}
     assert done("verify", tmp_path / "cast").exit_code == 0
-    zarr = ("--via-zarr", tmp_path / "store", "--target-step", "4")
-    done("convert", target, tmp_path / "zarr", *words[:4], *zarr)
+    done("convert", target, tmp_path / "store.zarr")
+    done("convert", tmp_path / "store.zarr", tmp_path / "zarr", *words[:4], "--target-step", "4")
     assert_equal(reshard.open(tmp_path / "zarr"), full)
     (tmp_path / "only").mkdir()
     shutil.copy(Path(source.root) / "metadata.json", tmp_path / "only")

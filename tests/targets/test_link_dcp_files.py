@@ -234,7 +234,6 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     for more, said in (
         ({"target": strategy}, ("not-linkable", "blocks")),
         ({"ranks": [0]}, ("needs-all-ranks", "ranks")),
-        ({"link_replicas": True}, ("needs-all-ranks", "links")),
         ({"format": "ckpt"}, ("wrong-format", "ckpt")),
         ({"selection": Selection(cast={"float32": "bfloat16"})}, ("not-linkable", "dtypes")),
         ({"selection": Selection(name_map={"x": "y"})}, ("no-match", "'x'")),

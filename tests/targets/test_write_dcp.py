@@ -236,7 +236,7 @@ def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"ranks": [0]}, {"remove_redundancy": True}, {"link_replicas": True}, {"stage": 0}],
+    [{"ranks": [0]}, {"remove_redundancy": True}, {"target_stage": 0}],
     ids=lambda options: next(iter(options)),
 )
 def test_what_a_dcp_has_not(options: dict[str, Any], tmp_path: Path) -> None:

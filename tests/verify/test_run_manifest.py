@@ -88,7 +88,6 @@ COMMANDS = {
     "safetensors": ["convert", "src", "dst", *AFTER, "--to", "safetensors"],
     "no fsync": ["convert", "src", "dst", *AFTER, "--tune=fsync=no"],
     "without replicas": ["convert", "src", "dst", *AFTER, "--remove-redundancy"],
-    "linked replicas": ["convert", "src", "dst", *BEFORE, "--target-strategy", "same.ckpt", "--link-replicas"],
     "some ranks": ["convert", "src", "dst", *AFTER, "--ranks", "1-2"],
     "cast": ["convert", "src", "dst", *AFTER, "--cast", "float32=bfloat16"],
     "one rank": ["convert", "src", "dst", *BEFORE],
@@ -168,18 +167,6 @@ def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
     assert_as_read("dst")
 
 
-def test_of_a_run_that_linked_and_was_gone_on_with(folder: Path, read: list[Any]) -> None:
-    plan = reshard.plan(reshard.open("src", strategy=SOURCE), SAME, link_replicas=True)
-    stopped(plan, folder / "dst", 6)
-    report = plan.run("dst")
-    assert report.links == 1
-    report.write_manifest("m.json")
-    assert not read
-    assert_as_read("dst")
-    assert report.checksums is not None
-    assert report.checksums["rank_1/checkpoint_1.ckpt"] == report.checksums["rank_0/checkpoint_0.ckpt"]
-
-
 def test_only_blocks_without_a_sum_are_read(folder: Path, read: list[Any]) -> None:
     """What was written twice around a crash, in ranges that do not fit together."""
     plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
@@ -255,12 +242,6 @@ SET = ["convert", "--to=mindspore", "src", "dst", *BEFORE]
             "no-manifest",
             "--write-manifest",
         ),
-        (
-            ["convert", "src", "dst", *BEFORE, "--via-zarr", "store", "--write-manifest", "there.json"],
-            6,
-            "already-exists",
-            "there.json",
-        ),
     ],
 )
 def test_what_cannot_be_written_is_refused_first(
@@ -278,12 +259,6 @@ def test_what_cannot_be_written_is_refused_first(
 def test_one_that_is_there_is_replaced_when_asked(folder: Path) -> None:
     Path("m.json").write_text("mine")
     ran(*SET, *MANIFEST, "--overwrite")
-    assert_as_read("dst")
-
-
-def test_through_a_zarr_store(folder: Path, read: list[Any]) -> None:
-    ran("convert", "src", "dst", *AFTER, "--via-zarr", "store", *MANIFEST)
-    assert not read
     assert_as_read("dst")
 
 

@@ -51,14 +51,6 @@ def test_it_counts_what_was_written(plan: reshard.Plan, report: Report, tmp_path
         assert sums == {name: crc32c(held[name].compute().tobytes()) for name in held}
 
 
-def test_linked_files_are_no_replicas_that_were_written(plan: reshard.Plan, tmp_path: Path) -> None:
-    linked = reshard.plan(reshard.Checkpoint(plan._record.source), TARGET, link_replicas=True)
-    report = linked.run(tmp_path / "linked")
-    assert (report.links, report.replicas) == (2, 1)
-    assert "3 tensors" not in report_text(linked._record, report)
-    assert "1 replica of blocks, 2 files linked\n" in report_text(linked._record, report, verbose=True)
-
-
 def test_what_the_selection_leaves_out_is_said_with_the_options_that_do(plan: reshard.Plan, tmp_path: Path) -> None:
     selection = Selection(weights_only=True, exclude=("global*",))
     chosen = reshard.plan(reshard.Checkpoint(plan._record.source), TARGET, selection=selection)

@@ -56,7 +56,6 @@ def plan(
     stage: int | None = None,
     selection: Selection | None = None,
     remove_redundancy: bool = False,
-    link_replicas: bool = False,
     memory: int | None = None,
     threads: int | None = None,
     target_cipher: Cipher | None = None,
@@ -77,8 +76,6 @@ def plan(
             name are dropped.
         selection: which tensors, under which names, as which dtypes.
         remove_redundancy: store each block of a listed tensor on one of the ranks that would hold it.
-        link_replicas: make target files that are equal in every byte links to one file: copies that share blocks if
-            the file system supports them, else hard links.
         memory: resident memory in bytes that a run may use at its peak; by default about 100 MB and a few kB per tensor
             are enough; at URLs about 256 MB.
         threads: maximum number of threads of a run, reduced to fit in `memory`; by default 4.
@@ -105,7 +102,7 @@ def plan(
     destination_class = (format_of(files) or _default_format()).target(files)  # type: ignore[arg-type]  # or none looks at them
     written = _format_of(source, files, destination_class.format, format)
     request = Request(
-        target, written, files, ranks, _full_selection(source, selection), remove_redundancy, link_replicas, memory,
+        target, written, files, ranks, _full_selection(source, selection), remove_redundancy, memory,
         stage, _encrypting(target_cipher, written),
     )  # fmt: skip
     request = destination_class.settled(request, source)
@@ -171,7 +168,7 @@ def with_memory(made: Plan, memory: int, threads: int | None = None) -> Plan:
     return plan(
         made.source.opened, request.target, format=request.format, files=request.files, ranks=request.ranks,
         stage=request.stage, selection=request.selection, remove_redundancy=request.remove_redundancy,
-        link_replicas=request.link_replicas, memory=memory, threads=threads, target_cipher=request.cipher,
+        memory=memory, threads=threads, target_cipher=request.cipher,
     )  # fmt: skip
 
 

@@ -188,7 +188,6 @@ class Request:
     ranks: tuple[int, ...] | None
     selection: Selection
     remove_redundancy: bool
-    link_replicas: bool
     memory: int | None
     stage: int | None = None
     cipher: Cipher | None = None
@@ -197,11 +196,6 @@ class Request:
     def is_partial(self) -> bool:
         """Only a part of the ranks is requested, directly or by stage."""
         return self.ranks is not None or self.stage is not None
-
-    @property
-    def deduplicates(self) -> bool:
-        """Replicas are stored once, or linked."""
-        return self.remove_redundancy or self.link_replicas
 
 
 @dataclass(frozen=True, slots=True, eq=False)

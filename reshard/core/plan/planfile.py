@@ -110,7 +110,7 @@ class _PlanRecord:
         looked: as in `Opening`.
         arrangement: the arrangement of the target, if it is not a strategy.
         files: the format of the target, and its options.
-        ranks: as in `Request`, like `link_replicas` and `memory`.
+        ranks: as in `Request`, like `memory`.
         directory: the default target directory.
     """
 
@@ -122,7 +122,6 @@ class _PlanRecord:
     arrangement: ArrangementRecord | None
     files: _OptionsRecord
     ranks: tuple[Count, ...] | None
-    link_replicas: bool
     memory: Count | None
     directory: InnerPath | None
 
@@ -189,7 +188,6 @@ class PlanFile:
             stage=request.stage,
             selection=request.selection,
             remove_redundancy=request.remove_redundancy,
-            link_replicas=request.link_replicas,
             memory=request.memory,
             threads=threads,
             target_cipher=target_cipher and replace(target_cipher, mode=mode),
@@ -359,7 +357,6 @@ def _data(plan: Plan, request: Request, directory: str | None) -> _PlanRecord:
         ArrangementRecord.of(request.target) if isinstance(request.target, Arrangement) else None,
         _OptionsRecord.of(request.files),
         request.ranks,
-        request.link_replicas,
         request.memory,
         directory,
     )
@@ -450,7 +447,6 @@ def _request(content: _PlanRecord) -> Request:
         content.ranks,
         selection_of(content.provenance.selection),
         target.remove_redundancy,
-        content.link_replicas,
         content.memory,
         target.stage,
     )

@@ -95,10 +95,10 @@ class DCPTarget(Target):
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
         """Return the request; raise `UsageError` unless it is for all ranks and blocks once."""
-        if request.is_partial or request.deduplicates:
+        if request.is_partial or request.remove_redundancy:
             raise UsageError(
                 "a DCP has the blocks of all ranks, each once", code="needs-all-ranks",
-                hint="leave ranks, stage, redundancy and links out",
+                hint="leave ranks, stage and redundancy out",
             )  # fmt: skip
         return request
 

@@ -54,7 +54,6 @@ class Ranks(Target):
         self._grids = self._stored_once()
         self._rank_files = self._list_files()
         self._files = {(rank, part): number for number, (rank, part, _) in enumerate(self._rank_files)}
-        self._originals = self._equal_ranks() if request.link_replicas else {rank: rank for rank in self.ranks}
         self._wanted: dict[tuple[Grid | Shape, int], TargetBlocks] = {}
 
     @classmethod
@@ -80,7 +79,7 @@ class Ranks(Target):
         number = self._shard_files.of[item.name]
         if not self.cuts(item.name):
             if (shape, number) not in self._wanted:
-                everywhere = tuple(self._files[rank, number] for rank in self._written_ranks())
+                everywhere = tuple(self._files[rank, number] for rank in self.ranks)
                 self._wanted[shape, number] = TargetBlocks((Block.whole(shape),), (everywhere,))
             return self._wanted[shape, number]
         grid = self.stored(item.name, shape)
@@ -88,7 +87,7 @@ class Ranks(Target):
             return None
         if (grid, number) not in self._wanted:
             wanted = [
-                (block, tuple(self._files[rank, number] for rank in ranks if self._originals.get(rank) == rank))
+                (block, tuple(self._files[rank, number] for rank in ranks if (rank, number) in self._files))
                 for block, ranks in zip(grid.blocks, grid.ranks, strict=True)
             ]
             written = [(block, files) for block, files in wanted if files]
@@ -110,7 +109,7 @@ class Ranks(Target):
         for file, numbers in read.items():
             read_for.setdefault(self._rank_files[file][0], set()).update(ranks[number] for number in numbers)
         lowest = min(by_rank)
-        for rank in self._written_ranks():
+        for rank in self.ranks:
             near = read_for.get(rank, set()) & by_rank.keys()
             at = by_rank[rank % count if rank % count in near else min(near, default=lowest)]
             chosen.setdefault(at, []).append(self._files[rank, self._shard_files.of[item.name]])
@@ -130,10 +129,10 @@ class Ranks(Target):
                 groups.setdefault(files, []).append(number)
         for item in texts:
             part = self._shard_files.of[item.name]
-            files = tuple(self._files[rank, part] for rank in self._written_ranks())
+            files = tuple(self._files[rank, part] for rank in self.ranks)
             groups.setdefault(files, []).append(len(contents))
             contents.append(Content(item.name, item.tensor.spec.dtype, (), item.tensor.text))
-        result = self._linked(self._laid_out(contents, groups))
+        result = self._laid_out(contents, groups)
         last_files = {**self._sidecars.contents, **dict(filter(None, [self._shard_files.index]))}
         result += [TargetFile(self.ranks[0], path, literal(content), last=True) for path, content in last_files.items()]
         if len({file.path for file in result}) < len(result):
@@ -178,10 +177,6 @@ class Ranks(Target):
         is_text = tensor.text is not None
         nbytes = 0 if is_text else Block.whole(tensor.spec.shape).size * item.dtype.itemsize
         return SizedTensor(item.name, nbytes, tensor.listed or self.cuts(item.name), is_text=is_text)
-
-    def _written_ranks(self) -> list[int]:
-        """Return the ranks whose files are written, not linked."""
-        return [rank for rank in self.ranks if self._originals[rank] == rank]
 
     def _stored_once(self) -> dict[str, Grid]:
         """Return the grids of tensors without redundancy; empty if not requested."""
@@ -237,31 +232,6 @@ class Ranks(Target):
             assert self._target is not None  # noqa: S101 -- it names the tensor
             self._fitted[name] = fitted(self._target, name, shape, self._faults)
         return self._fitted[name]
-
-    def _equal_ranks(self) -> dict[int, int]:
-        """Return the lowest rank with an identical file, for each rank."""
-        if any(item.tensor.varies for item in self._items):
-            return {rank: rank for rank in self.ranks}
-        cut = [item for item in self._items if self.cuts(item.name)]
-        fitted = {self.stored(item.name, item.tensor.spec.shape): None for item in cut}
-        blocks_of: dict[int, list[int]] = {rank: [] for rank in self.ranks}
-        for grid in fitted:
-            if grid is not None:
-                by_rank = {rank: number for number, ranks in enumerate(grid.ranks) for rank in ranks}
-                for rank, numbers in blocks_of.items():
-                    numbers.append(by_rank.get(rank, -1))
-        first: dict[tuple[int, ...], int] = {}
-        return {rank: first.setdefault(tuple(numbers), rank) for rank, numbers in blocks_of.items()}
-
-    def _linked(self, files: list[TargetFile]) -> list[TargetFile]:
-        """Make files of replicas links to the files of the rank that is written."""
-        result = []
-        for file, (rank, part, _) in zip(files, self._rank_files, strict=True):
-            original = files[self._files[self._originals[rank], part]]
-            result.append(
-                file if original is file else original._replace(path=file.path, rank=file.rank, link=original.path)
-            )
-        return result
 
 
 def copied_whole(source: Checkpoint, target: Arrangement | None, items: Sequence[TargetTensor]) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class ZarrStore(Target):
     @classmethod
     def settled(cls, request: Request, _source: Checkpoint) -> Request:
         """Return the request; raise `UsageError` if it is not for whole tensors."""
-        if request.target or request.is_partial or request.deduplicates:
+        if request.target or request.is_partial or request.remove_redundancy:
             raise UsageError(
                 "a zarr store holds whole tensors", code="needs-whole-tensors",
                 hint="leave the target strategy, ranks, redundancy and links out",

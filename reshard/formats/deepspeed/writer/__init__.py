@@ -100,7 +100,7 @@ class UniversalTarget(Target):
         Raises:
             UsageError: it is not for whole tensors, or the source is not of DeepSpeed, or is computed.
         """
-        if request.target or request.is_partial or request.deduplicates:
+        if request.target or request.is_partial or request.remove_redundancy:
             raise UsageError(
                 "a Universal Checkpoint of DeepSpeed holds whole tensors", code="needs-whole-tensors",
                 hint="leave the target strategy, ranks, redundancy and links out",
