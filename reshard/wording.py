@@ -24,14 +24,14 @@ class Words(NamedTuple):
     exceptions: Mapping[str, tuple[str, ...]]
 
 
-_FLAGS = {"as_is", "deduplicated", "link_replicas", "overwrite", "partial", "remove_redundancy", "restart"}
+_FLAGS = {"as_is", "deduplicated", "overwrite", "partial", "remove_redundancy", "restart"}
 _BARE = {"allow_missing", "cast", "exclude", "include", "layout", "lora", "same_ranks", "stage", "weights_only"}
 """Options that Python's texts name without a value."""
 
 
 def _argument(option: Option) -> str:
-    """Write an option as an argument of a public function; those of the target are `verify`'s."""
-    name = option.name.removeprefix("target_")
+    """Write an option as an argument of a public function."""
+    name = option.name
     if option.value is not None:
         return f"{name}={option.value!r}"
     return name if name in _BARE or name == "dequantize" else f"{name}={'True' if name in _FLAGS else '...'}"
@@ -52,9 +52,10 @@ PYTHON = Words(
         "memory": ("memory=...", "memory={:_}"),
         "model_config": ("config=...",),
         "no_server_copy": ("server_copy=False",),
-        "source_key": tuple(f"source_{form}" for form in _CIPHER),
+        "source_key": _CIPHER,
+        "stage_ranks": ("target_stage=...", "target_stage={}"),
         "target_cipher": tuple(f"target_{form}" for form in _CIPHER),
-        "target_key": _CIPHER,
+        "target_key": tuple(f"target_{form}" for form in _CIPHER),
         "target_layout": ("layout={{{!r}: {!r}}}",),
     },
 )

@@ -60,6 +60,7 @@ OPTIONS = Words(
         "rules": ("--rules NAME, of reshard rules list",),
         "source": ("--source DIRECTORY",),
         "source_key": _KEY,
+        "stage_ranks": ("--ranks LIST", "--ranks {1}"),
         "strategy": ("--source-strategy", "--source-strategy {1}"),
         "target_cipher": _TARGET_KEY,
         "target_key": _TARGET_KEY,

@@ -101,6 +101,7 @@ def plan(
         files = files.of_stage(source.opening.stage)
     destination_class = (format_of(files) or _default_format()).target(files)  # type: ignore[arg-type]  # or none looks at them
     written = _format_of(source, files, destination_class.format, format)
+    stage = _only_stage(target, stage, ranks)
     request = Request(
         target, written, files, ranks, _full_selection(source, selection), remove_redundancy, memory,
         stage, _encrypting(target_cipher, written),
@@ -278,24 +279,33 @@ def _format_of(source: Checkpoint, files: TargetFiles | Options, only: str, requ
     return only or by_name(requested or str(default)).NAME
 
 
+def _only_stage(target: Strategy | Arrangement | None, stage: int | None, ranks: Iterable[int] | None) -> int | None:
+    """Return the stage to which a target is restricted; that of the ranks, if the strategy covers no other.
+
+    Raises:
+        StrategyError: the strategy covers a single stage, and neither this one nor ranks of it are requested.
+    """
+    if stage is not None or not isinstance(target, Strategy) or not target.others:
+        return stage
+    number, own = target.stages.start, f"{target.ranks.start}-{target.ranks.stop - 1}"
+    if not ranks or not set(ranks).issubset(target.ranks):
+        raise StrategyError(
+            f"the target strategy covers only stage {number} of a pipeline", code="one-stage",
+            hint=Text(f"give {ALL_STAGES}, or ", Option("stage_ranks", number, own), " to write only its ranks"),
+        )  # fmt: skip
+    return number
+
+
 def _restrict_to_stage(
     target: Strategy | Arrangement | None, stage: int | None, ranks: Iterable[int] | None
 ) -> tuple[Strategy | Arrangement | None, tuple[int, ...] | None]:
     """Restrict a target's strategy and ranks to `stage`, if it is given.
 
     Raises:
-        StrategyError: the strategy covers a single stage and `stage` is None, or it does not have the requested stage.
+        StrategyError: the strategy does not have the requested stage.
         UsageError: ranks of other stages are requested, or there is no strategy.
     """
     requested = None if ranks is None else tuple(ranks)
-    if stage is None and isinstance(target, Strategy) and target.others:
-        if not requested or not set(requested).issubset(target.ranks):
-            own = f"{target.ranks.start}-{target.ranks.stop - 1}"
-            raise StrategyError(
-                f"the target strategy covers only stage {target.stages.start} of a pipeline", code="one-stage",
-                hint=Text(f"give {ALL_STAGES}, or ", Option("ranks", own), " to write only its ranks"),
-            )  # fmt: skip
-        stage = target.stages.start
     if stage is None:
         return target, requested
     if not isinstance(target, Strategy):
