@@ -50,6 +50,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     *,
     strategy: Strategy | AnyName | None = None,
     rank_pattern: str = RANK_PATTERN,
+    suffix: str | None = None,
     layout: Mapping[str, str] | None = None,
     stage: int | Literal["own"] | None = None,
     partial: bool = False,
@@ -70,8 +71,8 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         strategy: which rank holds which block: a strategy, a strategy file, or a directory of the files of a
             pipeline's ranks. None: the one in the ledger, if reshard wrote the files or they are copies of such files;
             else the source is one rank of whole tensors.
-        rank_pattern: the paths of a rank's files below `path`; `{rank}` stands for its number. It also chooses one of
-            several checkpoints in a rank's directory, as `rank_{rank}/*-5_2.ckpt`.
+        rank_pattern: the paths of a rank's files below `path`; `{rank}` stands for its number.
+        suffix: take the files whose names end with this (with or without extension), if there are several checkpoints.
         layout: glob of tensor names to a rule (see `Layout.parse`), in place of the strategy's layout; `copy` for
             tensors whose value differs by rank. It must not contradict a ledger. For parts of Megatron-LM or Meta it
             replaces the table of names, over the parts in the place of ranks; `gate-and-up` for two fused layers.
@@ -100,7 +101,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     (16, 32)
     """
     options: dict[str, Any] = {
-        "strategy": strategy, "rank_pattern": rank_pattern, "layouts": layout, "stage": stage,
+        "strategy": strategy, "rank_pattern": rank_pattern, "suffix": suffix, "layouts": layout, "stage": stage,
         "partial": partial, "iteration": step, "cipher": cipher, "contents": contents,
     }  # fmt: skip
     if opened_by := knowing(path):

@@ -177,6 +177,5 @@ FORMER = {
     "stage": "it is target_stage=",
     "step": "it is target_step=",
     "strategy": "it is target_strategy=",
-    "suffix": "rank_pattern='rank_{rank}/*SUFFIX' chooses the files",
 }
 """Keywords of the program before its first release, and what there is in their place."""

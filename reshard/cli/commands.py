@@ -89,7 +89,6 @@ _FORMER = {
     "seed": "leave it out; each sample is chosen anew",
     "shard-size": "leave it out; small chunks share files of 64 MiB",
     "style": "--to FORMAT: hf, mindspore or checkpoint2",
-    "suffix": "--rank-pattern 'rank_{rank}/*SUFFIX' chooses the files",
     "target-iteration target-partial target-rank-pattern target-suffix": "name the directory of the files as TARGET",
     "target-stage": "--ranks LIST chooses the ranks of a stage",
     "transform": "`reshard convert SOURCE TARGET`",

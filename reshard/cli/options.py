@@ -198,7 +198,11 @@ _LAYOUT: dict[str, Any] = {"multiple": True, "metavar": "NAME=RULE", "callback":
 _OPENING = (
     _source(
         "--rank-pattern", metavar="PATTERN", default=OpenOptions().rank_pattern, show_default=True,
-        help="Where a rank's files are below SOURCE, such as 'node{rank}/*-5_2.ckpt'.",
+        help="Where a rank's files are below SOURCE, such as 'node{rank}/*.ckpt'.",
+    ),
+    _source(
+        "--suffix", metavar="SUFFIX",
+        help="If a directory has several checkpoints, take the one whose name ends with this.",
     ),
     _source(
         "--layout", "layouts", **_LAYOUT,

@@ -320,12 +320,13 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
 
     refuse_existing(path, overwrite=checking.overwrite)  # before any file is read
     if path.is_there() or as_place(f"{path}.partial").is_there():
-        files = read_headers(target, rank_pattern=opening.rank_pattern).files
+        files = read_headers(target, rank_pattern=opening.rank_pattern, suffix=opening.suffix).files
         advice = "choose another name for the manifest"
         refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
     with options_of("target"), progress(quiet=checking.quiet, words=("reading", "reading")) as callback:
         manifest = make_manifest(
-            target, rank_pattern=opening.rank_pattern, threads=checking.threads, progress=callback,
+            target, rank_pattern=opening.rank_pattern, suffix=opening.suffix, threads=checking.threads,
+            progress=callback,
         )  # fmt: skip
     write_manifest(manifest, path, overwrite=checking.overwrite)
     wrote()

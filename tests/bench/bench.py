@@ -17,10 +17,6 @@ written, as 4 GB in 24 GiB are.
 
 from __future__ import annotations
 
-from checkpoints import plan_with
-from reshard.formats.dcp.names import DCP
-from reshard.formats.sets.options import HuggingFaceSet
-
 import argparse
 import compileall
 import json
@@ -36,6 +32,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from checkpoints import plan_with
+
+from reshard.formats.dcp.names import DCP
+from reshard.formats.sets.options import HuggingFaceSet
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -91,8 +91,8 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         [*MAKE, "-o"], "strategy make", ["rules.yaml", "source.ckpt", "src/rank_1/checkpoint_1.safetensors"],
     ),
     "from a checkpoint": (
-        ["strategy", "from-checkpoint", "made", "-o"],
-        "strategy from-checkpoint",
+        ["strategy", "make", "--like", "made", "-o"],
+        "strategy make",
         ["made/rank_0/checkpoint_0.safetensors"],
     ),
 }  # fmt: skip

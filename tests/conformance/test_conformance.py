@@ -201,7 +201,7 @@ def test_a_name_leads_nowhere(case: Case, name: str, made: Made, tmp_path: Path)
     before = set(tmp_path.rglob("*"))
     try:
         selection = reshard.Selection(name_map={old: name})
-        step = {"step": 5} if case.again == "checkpoint2" else {}
+        step = {"target_step": 5} if case.again == "checkpoint2" else {}
         reshard.plan(source, to=case.again, selection=selection, **step).run(tmp_path / "out")
     except ReshardError:
         assert not (tmp_path / "out").exists()
@@ -226,7 +226,7 @@ def test_a_run_that_is_stopped_or_finds_a_full_disk_is_resumed(
 ) -> None:
     """What is there meanwhile is not taken for a checkpoint; afterwards it is, byte for byte, that of one run."""
     path, truth = made(case)
-    step = {"step": 5} if case.again == "checkpoint2" else {}
+    step = {"target_step": 5} if case.again == "checkpoint2" else {}
     plan = reshard.plan(opened(case, path), to=case.again, **step)
     plan.run(tmp_path / "once")
     with pytest.raises(StoppedError):

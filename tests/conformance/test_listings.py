@@ -153,7 +153,7 @@ def build(root: Path, files: dict[str, str], recorded: Path) -> None:
 
 def opened(root: Path, row: dict[str, Any]) -> Any:
     """Return what a path is opened as, or the code of the error."""
-    options = {"iteration": row["iteration"]} if "iteration" in row else {}
+    options = {"step": row["iteration"]} if "iteration" in row else {}
     try:
         checkpoint = reshard.open(root / row.get("open", ""), **options)
     except reshard.ReshardError as error:

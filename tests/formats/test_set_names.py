@@ -70,7 +70,7 @@ def test_one_of_two_sets_is_chosen_by_its_suffix(tmp_path: Path) -> None:
     with refused(SourceError, "several-checkpoints", SETS[4][1]):
         reshard.open(tmp_path / "two")
     failed(4, "several-checkpoints", "inspect", tmp_path / "two", places=("--suffix index.json",))
-    assert_equal(reshard.open(tmp_path / "two", rank_pattern="rank_{rank}/*index.json.*"), plain)
+    assert_equal(reshard.open(tmp_path / "two", suffix="index.json"), plain)
     for suffix in ("fp16", "fp16.json"):
         assert_equal(reshard.open(tmp_path / "two", suffix=suffix), half)
     done("convert", tmp_path / "two", tmp_path / "out", "--to", "hf", "--suffix", "fp16")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from reshard.formats.zarr.layout import ZarrGroup
-
-from checkpoints import plan_with
-
 import json
 import os
 import shutil
@@ -16,12 +12,13 @@ import google_crc32c
 import numpy as np
 import pytest
 import zarr
-from checkpoints import write_file
+from checkpoints import plan_with, write_file
 from refusals import failed, refused
 
 import reshard
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError
+from reshard.formats.zarr.layout import ZarrGroup
 from reshard.formats.zarr.reader import store_notes
 
 if TYPE_CHECKING:

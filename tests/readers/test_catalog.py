@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from reshard.formats.zarr.layout import ZarrGroup
-
-from checkpoints import plan_with
-
 import os
 import shutil
 import sys
@@ -16,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import numbers, write_file, write_ranks
+from checkpoints import numbers, plan_with, write_file, write_ranks
 from dcp_files import item, write_torch
 from refusals import refused
 from remotes import put
@@ -26,6 +22,7 @@ import reshard
 from reshard import Layout, SourceError, Strategy
 from reshard.formats.catalog import newest_complete, stored_checkpoints
 from reshard.formats.dcp import completeness as doubts
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

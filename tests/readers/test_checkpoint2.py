@@ -149,7 +149,7 @@ def test_a_run_that_does_not_say_which_iteration_is_complete(case: Callable[[str
     with refused(SourceError, "bad-tracker", tracker, "the last"):
         reshard.open(place.parent)
     tracker.unlink()
-    with refused(SourceError, "missing-tracker", tracker.name, "iteration=4"):
+    with refused(SourceError, "missing-tracker", tracker.name, "step=4"):
         reshard.open(place.parent)
     failed(4, "missing-tracker", "inspect", place.parent, places=("--step 4",))
     assert_equal(reshard.open(place.parent, step=4), full_of(place))
@@ -228,7 +228,7 @@ def test_what_has_no_iterations_has_none(case: Callable[[str], Path], tmp_path: 
     reshard.open(case(SPLIT)).to_zarr(tmp_path / "z", fsync=False)
     write_file(tmp_path / "w.safetensors", {"w": np.zeros(4, np.float32)})
     for path in ("z", "w.safetensors"):
-        with refused(UsageError, "no-iterations", path, "iteration=3"):
+        with refused(UsageError, "no-iterations", path, "step=3"):
             reshard.open(tmp_path / path, step=3)
 
 

@@ -42,13 +42,13 @@ PIPELINE = Strategy.of({
 KEY = Cipher("AES-GCM", bytes(range(16)))
 
 WRITTEN: dict[str, tuple[Strategy, dict[str, Any]]] = {
-    "ckpt": (TARGET, {"format": "ckpt"}),
-    "safetensors": (TARGET, {"format": "safetensors"}),
-    "each replica once": (TARGET, {"format": "safetensors", "remove_redundancy": True}),
-    "cast": (TARGET, {"format": "ckpt", "selection": reshard.Selection(cast={"float32": "bfloat16"})}),
-    "stages": (PIPELINE, {"format": "safetensors"}),
-    "one stage": (PIPELINE, {"format": "ckpt", "stage": 1}),
-    "one rank": (TARGET, {"format": "ckpt", "ranks": [2]}),
+    "ckpt": (TARGET, {"to": "ckpt"}),
+    "safetensors": (TARGET, {"to": "safetensors"}),
+    "each replica once": (TARGET, {"to": "safetensors", "remove_redundancy": True}),
+    "cast": (TARGET, {"to": "ckpt", "selection": reshard.Selection(cast={"float32": "bfloat16"})}),
+    "stages": (PIPELINE, {"to": "safetensors"}),
+    "one stage": (PIPELINE, {"to": "ckpt", "target_stage": 1}),
+    "one rank": (TARGET, {"to": "ckpt", "ranks": [2]}),
 }
 
 
@@ -126,7 +126,7 @@ def test_a_copy_has_the_layout(
     assert opened.warnings == before.warnings
     verified = verify(copy, cipher=cipher)
     assert (verified.equal, verified.against) == (True, str(tmp_path / "src"))
-    if not options.keys() & {"ranks", "stage", "selection"}:
+    if not options.keys() & {"ranks", "target_stage", "selection"}:
         assert_equal(reshard.Checkpoint(opened._record.without(["step", "note"])), FULL)
 
 
@@ -136,7 +136,7 @@ def test_commands_know_the_layout_of_a_copy(out: Path, tmp_path: Path, way: Call
     shown = done("inspect", copy)
     assert "[48, 16]" in shown.stdout
     assert "warning" not in shown.stderr
-    done("strategy", "from-checkpoint", copy, "-o", tmp_path / "strategy.ckpt")
+    done("strategy", "make", "--like", copy, "-o", tmp_path / "strategy.ckpt")
     assert reshard.read_strategy(tmp_path / "strategy.ckpt").tensors.keys() == TARGET.tensors.keys()
     done("convert", "--to=mindspore", copy, tmp_path / "whole")
     assert_equal(reshard.Checkpoint(reshard.open(tmp_path / "whole")._record.without(["step", "note"])), FULL)
@@ -200,7 +200,7 @@ def refusal(copy: Path, file: Path) -> str:
         reshard.open(copy)
     for arguments in (
         ("convert", "--to=mindspore", copy, f"{copy}.whole"),
-        ("strategy", "from-checkpoint", copy, "-o", f"{copy}.ckpt"),
+        ("strategy", "make", "--like", copy, "-o", f"{copy}.ckpt"),
     ):
         result = call(*arguments)
         assert result.exit_code == 4

@@ -142,7 +142,7 @@ def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
     assert "complete, newest" in shown[1]
     assert "incomplete: has no .metadata" in shown[2]
     (root / TRACKER).unlink()
-    with refused(SourceError, "missing-tracker", TRACKER, "iteration=12"):
+    with refused(SourceError, "missing-tracker", TRACKER, "step=12"):
         reshard.open(root)
     assert_equal(reshard.open(root, step=4), full_of(root))
 

@@ -16,7 +16,6 @@ from dcp_files import item, saved, write_torch
 from refusals import refused
 
 import reshard
-from reshard import read_object
 from reshard.core.model.checkpoint import TensorSpec
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
@@ -61,23 +60,23 @@ def of(tmp_path: Path, **objects: bytes) -> reshard.Checkpoint:
 
 def test_real_ones_are_plain_data(opened: Callable[[str], reshard.Checkpoint]) -> None:
     found = opened("kinds")
-    assert {name: read_object(found, name) for name in found._record.extras.objects} == KINDS
+    assert {name: found.read_object(name) for name in found._record.extras.objects} == KINDS
     found = opened("fsdp2_uneven")
     group = "optim.param_groups.0."
     members = [name for name in found._record.extras.objects if name.startswith(group)]
-    assert {name.removeprefix(group): read_object(found, name) for name in members} == GROUP
+    assert {name.removeprefix(group): found.read_object(name) for name in members} == GROUP
     assert found._record.extras.paths
     assert found._record.extras.paths["optim.param_groups.0.lr"] == ("optim", "param_groups", 0, "lr")
     with pytest.raises(KeyError, match="nothing"):
-        read_object(found, "nothing")
+        found.read_object("nothing")
 
 
 def test_what_megatron_keeps_beside(opened: Callable[[str], reshard.Checkpoint]) -> None:
     found = opened("mcore_tp2_pp2")
     assert set(found._record.extras.beside) == {"common.pt", "metadata.json"}
-    assert read_object(found, "common.pt") == COMMON
-    assert read_object(found, "metadata.json")["sharded_backend"] == "torch_dist"
-    assert read_object(found, "decoder.layers.mlp.linear_fc1._extra_state/shard_2_4") == [None]
+    assert found.read_object("common.pt") == COMMON
+    assert found.read_object("metadata.json")["sharded_backend"] == "torch_dist"
+    assert found.read_object("decoder.layers.mlp.linear_fc1._extra_state/shard_2_4") == [None]
     assert not found.warnings
     assert found._record.extras.paths is None
     assert Checkpoint2().of(found._record).step == 5
@@ -143,7 +142,7 @@ class Called:
     ],
 )
 def test_plain_data_of_any_kind(tmp_path: Path, value: Any, expected: Any) -> None:
-    found = read_object(of(tmp_path, o=saved(value)), "o")
+    found = of(tmp_path, o=saved(value)).read_object("o")
     assert found == expected
     assert type(found) is type(expected)
 
@@ -152,13 +151,13 @@ def test_plain_data_of_any_kind(tmp_path: Path, value: Any, expected: Any) -> No
 def test_a_long_text_is_said_not_to_be_held(tmp_path: Path, value: Any) -> None:
     source = of(tmp_path, o=saved(value))
     with refused(SourceError, "unsupported-object", "object 'o'", "70.0 kB"):
-        read_object(source, "o")
+        source.read_object("o")
 
 
 def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = of(tmp_path, o=saved({"a": [Called()]}))
-    found = read_object(source, "o")["a"][0]
+    found = source.read_object("o")["a"][0]
     assert isinstance(found, PickledObject)
     assert (found.name, found.arguments) == ("open", ("called", "w"))
     assert "not a tensor: o: {'a': [<" in done("inspect", source.root).stdout
@@ -167,8 +166,8 @@ def test_nothing_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tensors_in_objects_are_described(tmp_path: Path) -> None:
     source = of(tmp_path, o=item(FULL["w"], wrapped="_rebuild_parameter"), bad=item(FULL["w"], first=9))
-    assert read_object(source, "o") == TensorSpec("", BY_NAME["float32"], (6, 4))
-    assert isinstance(read_object(source, "bad"), PickledObject)
+    assert source.read_object("o") == TensorSpec("", BY_NAME["float32"], (6, 4))
+    assert isinstance(source.read_object("bad"), PickledObject)
     assert "not a tensor: o: tensor float32 [6, 4]" in done("inspect", source.root).stdout
 
 
@@ -190,7 +189,7 @@ def changed(content: bytes) -> bytes:
 def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, code: str, place: str) -> None:
     source = of(tmp_path, o=content)
     with refused(SourceError, code, f"{source.root}: object 'o'", place):
-        read_object(source, "o")
+        source.read_object("o")
     assert place in done("inspect", source.root).stdout
 
 
@@ -210,8 +209,8 @@ def test_sums_may_be_left_out(tmp_path: Path) -> None:
     """As `torch.serialization.set_crc32_options(False)` does: all are 0. One alone that is 0 is wrong."""
     content = without_sums(saved("word"), b"archive/data.pkl")
     with refused(SourceError, "wrong-checksum", "'archive/data.pkl'"):
-        read_object(of(tmp_path / "one", o=content), "o")
-    assert read_object(of(tmp_path / "all", o=without_sums(content, b"archive/version")), "o") == "word"
+        of(tmp_path / "one", o=content).read_object("o")
+    assert of(tmp_path / "all", o=without_sums(content, b"archive/version")).read_object("o") == "word"
 
 
 def test_many_are_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +226,7 @@ def test_objects_of_ranks_that_each_have_one(tmp_path: Path, mindspore_data: Pat
     source = reshard.open(root)
     assert source.warnings == ("several ranks have an object n each; that of the first rank is taken",)
     assert source._record.extras.objects["n"].path == f"{root}/__0_0.distcp"
-    assert type(read_object(source, "n")) is int
+    assert type(source.read_object("n")) is int
 
 
 def test_a_file_that_has_objects_alone_is_not_stale(tmp_path: Path) -> None:
@@ -235,10 +234,10 @@ def test_a_file_that_has_objects_alone_is_not_stale(tmp_path: Path) -> None:
     found = reshard.open(tmp_path)
     assert not found.warnings
     assert [len(file.index.entries) for file in found._record.files] == [0, 1]
-    assert read_object(found, "o") == 1
+    assert found.read_object("o") == 1
     (tmp_path / "__0_0.distcp").write_bytes(b"")
     with refused(SourceError, "truncated", "object 'o'", "__0_0.distcp"):
-        read_object(found, "o")
+        found.read_object("o")
     with refused(SourceError, "truncated", "__0_0.distcp", "0 bytes"):
         reshard.open(tmp_path)
     (tmp_path / "__0_0.distcp").unlink()
@@ -249,4 +248,4 @@ def test_a_file_that_has_objects_alone_is_not_stale(tmp_path: Path) -> None:
 def test_encoded_ones_are_not_read(tmp_path: Path) -> None:
     write_torch(tmp_path, FULL, {0: [W]}, objects={"o": saved(1)}, coded=["stream.zstd/1"])
     with refused(SourceError, "unreadable-object", "object 'o'", "'stream.zstd/1'"):
-        read_object(reshard.open(tmp_path), "o")
+        reshard.open(tmp_path).read_object("o")

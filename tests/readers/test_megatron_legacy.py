@@ -435,4 +435,4 @@ def test_rules_of_the_user_win(tmp_path: Path) -> None:
     with refused(StrategyError, "not-divisible", "adapter"):
         reshard.open(root, layout={"*input_layernorm.weight": "gate-and-up", "*.adapter.w": "2:0,-1:3"})
     with refused(reshard.UsageError, "self-described", root):
-        reshard.open(root, rank_pattern="rank_{rank}/*x.*")
+        reshard.open(root, suffix="x")

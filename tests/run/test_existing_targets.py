@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 from checkpoints import assert_rank_files, tree
 from refusals import failed, refused
 from stopped_runs import FULL, TARGET, call, command, small_tasks, source, stopped, times

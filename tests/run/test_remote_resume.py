@@ -17,7 +17,6 @@ from remotes import COLUMNS, FULL, ROWS, at_urls, get, put, records
 from samples import slow
 
 import reshard
-from reshard import Layout, Strategy
 from reshard.core.plan.plan import file_digests
 from reshard.core.records.logs import DIRECTORY
 from reshard.core.run.state import session

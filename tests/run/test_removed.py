@@ -328,7 +328,7 @@ def test_ranks_that_the_ledger_does_not_name_are_named(eight: Path, source: resh
     shutil.copytree(eight / "rank_4", four / "rank_4")
     for command in (
         ["convert", "--to=mindspore", four, eight.parent / "set"],
-        ["strategy", "from-checkpoint", four, "-o", four / "s.json"],
+        ["strategy", "make", "--like", four, "-o", four / "s.json"],
     ):
         result = call(*command)
         assert result.exit_code == 4

@@ -78,7 +78,7 @@ def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
     assert source.warnings == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
     assert source._record.opening.step == Step("2_5", ("1_10",))
     assert "step 2_5 (the newest of 2; suffix=... selects another)" in repr(source)
-    older = reshard.open(tmp_path, strategy=STRATEGY, rank_pattern="rank_{rank}/*1_10.*")
+    older = reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")
     assert names_in(older) == {"net-1_10.safetensors"}
     assert older._record.opening.step == Step("1_10")
 
@@ -116,9 +116,7 @@ def test_a_restarted_run_beside_the_first_must_be_chosen(tmp_path: Path) -> None
         write_ranks(tmp_path, FULL, STRATEGY, name=name)
     with refused(SourceError, "several-checkpoints"):
         reshard.open(tmp_path, strategy=STRATEGY)
-    assert names_in(reshard.open(tmp_path, strategy=STRATEGY, rank_pattern="rank_{rank}/*net_1-1_10.*")) == {
-        "net_1-1_10.safetensors"
-    }
+    assert names_in(reshard.open(tmp_path, strategy=STRATEGY, suffix="net_1-1_10")) == {"net_1-1_10.safetensors"}
 
 
 def test_both_formats_of_one_checkpoint_must_be_chosen_between(tmp_path: Path) -> None:
@@ -126,7 +124,7 @@ def test_both_formats_of_one_checkpoint_must_be_chosen_between(tmp_path: Path) -
         write_ranks(tmp_path, FULL, STRATEGY, format)
     with refused(SourceError, "several-checkpoints"):
         reshard.open(tmp_path, strategy=STRATEGY)
-    assert reshard.open(tmp_path, strategy=STRATEGY, rank_pattern="rank_{rank}/*.ckpt").format == "ckpt"
+    assert reshard.open(tmp_path, strategy=STRATEGY, suffix=".ckpt").format == "ckpt"
 
 
 def test_ranks_without_a_step_in_common(tmp_path: Path) -> None:

@@ -146,12 +146,12 @@ def test_of_what_has_a_strategy_and_of_what_has_none(tmp_path: Path, mindspore_d
 def test_the_command(mindspore_data: Path, tmp_path: Path) -> None:
     root = root_of(mindspore_data, "graph_tied_pp2_zero_once") / "checkpoint"
     file = tmp_path / "s.ckpt"
-    shown = done("strategy", "from-checkpoint", root, "-o", file, "--drop", "adam_*")
+    shown = done("strategy", "make", "--like", root, "-o", file, "--drop", "adam_*")
     assert f"wrote {file}: 12 tensors over 8 ranks in 2 stages" in shown.stdout
     done("convert", root, tmp_path / "ranks", "--target-strategy", file)
     assert reshard.verify(tmp_path / "ranks").equal
-    failed(6, "already-exists", "strategy", "from-checkpoint", root, "-o", file, places=("s.ckpt",))
-    shown = done("strategy", "from-checkpoint", root, "-o", tmp_path / "s.json", "--step", "4")
+    failed(6, "already-exists", "strategy", "make", "--like", root, "-o", file, places=("s.ckpt",))
+    shown = done("strategy", "make", "--like", root, "-o", tmp_path / "s.json", "--step", "4")
     assert "has nested layouts, as that of embedding.word_embeddings.weight; MindSpore 2.10 does not" in shown.stderr
     for place in (root / "latest_checkpointed_iteration.txt", root / "iteration_00000004/metadata.json"):
-        failed(6, "target-is-source", "strategy", "from-checkpoint", root, "-o", place, "--overwrite", places=(place,))
+        failed(6, "target-is-source", "strategy", "make", "--like", root, "-o", place, "--overwrite", places=(place,))

@@ -303,8 +303,7 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("convert", "--target-step", "3"), "option-of-another-format", "--target-step"),
-        (("convert", "--target-strategy", "x"), "option-of-another-format", "--target-strategy"),
+        (("convert", "--to", "hf", "--target-step", "3"), "option-of-another-format", "--target-step"),
         (("convert", "--to=mindspore", "--target-step", "3"), "option-of-another-format", "mindspore"),
         (("convert", "--prefix", "a", "--to", "hf"), "option-of-another-format", "--prefix"),
         (("convert", "--to", "checkpoint2", "--ranks", "0"), "needs-all-ranks", "2.0"),
@@ -313,16 +312,6 @@ def test_the_commands(tmp_path: Path, mindspore_data: Path) -> None:
             ("plan", "--to", "checkpoint2", "--target-strategy", "x", "--max-shard-size", "1GB"),
             "option-of-another-format",
             "--max-shard-size",
-        ),
-        (
-            ("convert", "--to", "checkpoint2", "--to", "ckpt"),
-            "option-of-another-format",
-            "--to checkpoint2",
-        ),
-        (
-            ("convert", "--to", "checkpoint2", "--target-strategy", "x", "--target-strategy", "y"),
-            "conflicting-options",
-            "--target-strategy and --target-strategy",
         ),
     ],
 )

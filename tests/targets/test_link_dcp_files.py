@@ -232,9 +232,8 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     checkpoint = reshard.open(simple(tmp_path))
     strategy = Strategy.from_rules({"w": (6, 4)}, {"dp": 2}, {"w": ["dp"]})
     for more, said in (
-        ({"target": strategy}, ("not-linkable", "blocks")),
+        ({"target_strategy": strategy}, ("not-linkable", "blocks")),
         ({"ranks": [0]}, ("needs-all-ranks", "ranks")),
-        ({"format": "ckpt"}, ("wrong-format", "ckpt")),
         ({"selection": Selection(cast={"float32": "bfloat16"})}, ("not-linkable", "dtypes")),
         ({"selection": Selection(name_map={"x": "y"})}, ("no-match", "'x'")),
         ({"selection": Selection(name_map={"w": "b"})}, ("duplicate-name", "'b'")),

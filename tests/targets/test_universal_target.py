@@ -311,7 +311,12 @@ def test_what_cannot_be_one(tmp_path: Path) -> None:
     for name in ("..", "x" * 256, "a\nb", "\\x", "optimizer_state.pt"):
         with refused(SourceError, "bad-name"):
             convert(source, out, name_map={"scale": name})
-    for options in ({"ranks": [0]}, {"max_shard_size": "1GB"}, {"target_strategy": "strategy.ckpt"}, {"step": 3}):
+    for options in (
+        {"ranks": [0]},
+        {"max_shard_size": "1GB"},
+        {"target_strategy": "strategy.ckpt"},
+        {"target_step": 3},
+    ):
         with refused(UsageError, "option-of-another-format"):
             convert(source, out, **options)
     with refused(UsageError, "wrong-source"):

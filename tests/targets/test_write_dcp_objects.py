@@ -18,7 +18,7 @@ from refusals import failed, refused
 from written_dcp import read
 
 import reshard
-from reshard import Selection, Strategy, read_object
+from reshard import Selection, Strategy
 from reshard.errors import SourceError, UsageError
 from reshard.formats.dcp import carried as module
 from reshard.formats.dcp.names import DCP
@@ -107,7 +107,7 @@ def test_at_a_url(root: Callable[[str], Path], tmp_path: Path) -> None:
     for path in root("mcore_tp2_pp2").iterdir():
         fs.pipe(f"{place}/{path.name}", path.read_bytes())
     source = reshard.open("memory://objects")
-    assert read_object(source, "common.pt") == read_object(reshard.open(root("mcore_tp2_pp2")), "common.pt")
+    assert source.read_object("common.pt") == reshard.open(root("mcore_tp2_pp2")).read_object("common.pt")
     reshard.plan(source, to="dcp").run("memory://carried-objects")
     found = reshard.open("memory://carried-objects")
     assert held(found) == held(source) == held(reshard.open(root("mcore_tp2_pp2")))

@@ -112,7 +112,7 @@ def test_the_store_is_an_item_of_orbax(tmp_path: Path, written: dict[str, np.nda
 
 
 def test_compressed_and_sharded(tmp_path: Path, written: dict[str, np.ndarray[Any, Any]]) -> None:
-    options = ("--to", "orbax", "--compression", "zstd:3", "--chunk-size", "40B", "--shard-size", "200B")
+    options = ("--to", "orbax", "--compression", "zstd:3", "--chunk-size", "40B")
     done("convert", tmp_path / "in", tmp_path / "small", *options)
     (tmp_path / "small" / "zarr.json").unlink()
     assert_equal(reshard.open(tmp_path / "small"), written)

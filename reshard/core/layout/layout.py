@@ -186,6 +186,17 @@ class Layout:
         )
 
     @property
+    def rule(self) -> str:
+        """Return it as a rule, as `parse` takes it.
+
+        >>> Layout.of([2, 4], [(1, 0), -1], -1).rule
+        '2,4:1+0,-1:-1'
+        """
+        entries = ("+".join(map(str, axes)) if axes else "-1" for axes in self.tensor_map)
+        parts = [",".join(map(str, self.dev_matrix)), ",".join(entries)]
+        return ":".join([*parts, *([str(self.opt_weight_shard_size)] if self.opt_weight_shard_size else [])])
+
+    @property
     def devices(self) -> int:
         """Return the number of ranks in the stage."""
         return prod(self.dev_matrix)

@@ -29,7 +29,7 @@ def rules_over_parts(options: OpenOptions) -> Mapping[str, str] | None:
         strategy = read_strategy(strategy)
     rules = {}
     for name, (placed, *_) in strategy.tensors.items():
-        rules[name] = str(placed.layout)
+        rules[name] = placed.layout.rule
         if placed.expanded or placed.layout.param_split_shape or placed.layout.field:
             raise StrategyError(
                 f"the layout of {name!r} is uneven, interleaved or of an unknown shape", code="unsupported-layout"
