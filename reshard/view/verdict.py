@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reshard.core.layout.block import shape_text
 from reshard.core.plan.changes import described
 from reshard.dtypes import BY_NAME
-from reshard.errors import PYTHON, Option, Text, bytes_text, printable, spelled
+from reshard.errors import PYTHON, bytes_text, printable, spelled
 from reshard.view.text import count_text, fields_data, folded_text, near, of_ranks
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def verdict_text(
         files = count_text(verification.independent, "file")
         lines.append(f"  {files} read with Hugging Face's safetensors library, not with reshard's reader")
     if verification.sample is not None and verification.total_bytes:
-        again = spelled(Text("for the same again: ", Option("seed", verification.seed)), words)
-        lines.append(f"  a random sample, {_percent(verification):.3g} % of the bytes; {again}")
+        lines.append(f"  a random sample, {_percent(verification):.3g} % of the bytes")
     absent = {
         "not in the target, which need not have it": verification.dropped,
         "in the target, and not asked for": verification.left_out,
@@ -259,7 +258,7 @@ def verdict_data(verification: Verification) -> dict[str, object]:
     data = fields_data(
         verification, "target", "against", "step", "against_step", "equal", "changes", "note", "absent", "linked",
         "linked_summed_bytes", "complete", "ranks", "files", "tensors", "copies", "bytes_read", "total_bytes", "sample",
-        "seed", "seconds", "dropped", "left_out", "warnings", "unchecked", "independent",
+        "seconds", "dropped", "left_out", "warnings", "unchecked", "independent",
     )  # fmt: skip
     data["complete"] = verification.complete and verification.equal
     data["differences"] = [_difference_data(difference) for difference in verification.differences]

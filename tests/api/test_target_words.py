@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TAKEN_BY = {
-    "layouts_of": {"dcp", "checkpoint2"},
     **{
         option: {"safetensors", "ckpt", "dcp", "checkpoint2"}
         for option in ("target_strategy", "ranks", "target_stage", "remove_redundancy")
@@ -29,7 +28,7 @@ TAKEN_BY = {
     "target_step": {"dcp", "checkpoint2"},
     "max_shard_size": {"hf", "mindspore", "dcp", "checkpoint2"},
     "link": {"dcp"},
-    **{option: {"zarr", "orbax"} for option in ("chunk_size", "shard_size", "compression")},
+    **{option: {"zarr", "orbax"} for option in ("chunk_size", "compression")},
 }
 
 
@@ -75,9 +74,9 @@ def test_sets_of_whole_tensors_take_no_option_of_ranks() -> None:
 
 
 def test_keywords_of_formats_are_checked() -> None:
-    found = given_options({"max_shard_size": "4GB", "step": 5, "prefix": None, "link": False}, "convert")
+    found = given_options({"max_shard_size": "4GB", "target_step": 5, "prefix": None, "link": False}, "convert")
     assert found == {"max_shard_size": 4_000_000_000, "target_step": 5}
-    for wrong in ({"step": "five"}, {"compression": 3}, {"link": 1}, {"chunk_size": "big"}):
+    for wrong in ({"target_step": "five"}, {"compression": 3}, {"link": 1}, {"chunk_size": "big"}):
         with pytest.raises(UsageError):
             given_options(wrong, "convert")
     with pytest.raises(TypeError, match=r"convert\(\) got an unexpected keyword argument 'chunks'"):

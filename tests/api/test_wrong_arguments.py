@@ -15,7 +15,7 @@ from refusals import refused
 
 import reshard
 from reshard import Checkpoint, Plan, UsageError, arguments
-from reshard.formats.sets.options import HuggingFaceSet
+from reshard.api import options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,14 +40,12 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("stage", lambda on: ANY.open(HERE, stage="first")),
     ("stage", lambda on: ANY.open(HERE, stage=True)),
     ("partial", lambda on: ANY.open(HERE, partial="yes")),
-    ("iteration", lambda on: ANY.open(HERE, iteration="last")),
+    ("step", lambda on: ANY.open(HERE, step="last")),
     ("cipher", lambda on: ANY.open(HERE, cipher="0123456789abcdef")),
     ("contents", lambda on: ANY.open(HERE, contents="some")),
     ("source", lambda on: ANY.plan(HERE)),
-    ("target", lambda on: ANY.plan(on.source, target=5)),
-    ("format", lambda on: ANY.plan(on.source, format=5)),
-    ("files", lambda on: ANY.plan(on.source, files="hf")),
-    ("files", lambda on: ANY.plan(on.source, files=HuggingFaceSet)),
+    ("target_strategy", lambda on: ANY.plan(on.source, 5)),
+    ("to", lambda on: ANY.plan(on.source, to=5)),
     ("include", lambda on: ANY.plan(on.source, include=np.array("w"))),
     ("name", lambda on: on.source.array(5)),
     ("bins", lambda on: on.source.hist("w", True)),
@@ -65,7 +63,6 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("threads", lambda on: on.plan.run(on.out, threads=0)),
     ("directory", lambda on: on.plan.run(5)),
     ("client", lambda on: on.plan.run(on.out, client=5)),
-    ("scheduler", lambda on: on.plan.run(on.out, client=5)),
     ("progress", lambda on: on.plan.run(on.out, progress=5)),
     ("overwrite", lambda on: on.plan.run(on.out, overwrite="no")),
     ("partition", lambda on: on.plan.graph(on.out, partition=5)),
@@ -108,22 +105,18 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("target", lambda on: on.source.picture("w", target=5)),
     ("store", lambda on: on.source.to_zarr(5)),
     ("chunk_size", lambda on: on.source.to_zarr(on.out, chunk_size=[])),
-    ("checkpoint", lambda on: ANY.strategy_of(5)),
-    ("drop", lambda on: ANY.strategy_of(on.source, drop="weight")),
-    ("name", lambda on: ANY.read_object(on.source, 5)),
+    ("drop", lambda on: on.source.to_strategy(drop="weight")),
+    ("name", lambda on: on.source.read_object(5)),
     ("path", lambda on: ANY.runs(5)),
     ("path", lambda on: ANY.read_plan(5)),
     ("path", lambda on: ANY.read_strategy(5)),
-    ("path", lambda on: ANY.read_layouts(5)),
-    ("path", lambda on: ANY.read_manifest(5)),
-    ("manifest", lambda on: ANY.write_manifest(5, on.out)),
-    ("target", lambda on: ANY.make_manifest(5)),
+    ("path", lambda on: ANY.Manifest.read(5)),
+    ("target", lambda on: ANY.Manifest.make(5)),
     ("strategy", lambda on: ANY.write_strategy(5, on.out)),
-    ("directory", lambda on: ANY.merge_strategies(5, on.out)),
     ("directory", lambda on: ANY.demo("mindspore", 5)),
-    ("max_shard_size", lambda on: ANY.HuggingFaceSet("5GB")),
-    ("step", lambda on: ANY.DCP(step="last")),
-    ("compression", lambda on: ANY.ZarrGroup(compression=5)),
+    ("max_shard_size", lambda on: ANY.plan(on.source, to="hf", max_shard_size=[])),
+    ("target_step", lambda on: ANY.plan(on.source, to="dcp", target_step="last")),
+    ("compression", lambda on: ANY.plan(on.source, to="zarr", compression=5)),
     ("root", lambda on: ANY.LoRA(5)),
     ("rule", lambda on: ANY.Layout.parse(5, 1, 1)),
     ("dev_matrix", lambda on: ANY.Layout.of("x", [1])),
@@ -174,6 +167,8 @@ def test_every_annotation_is_understood() -> None:
         for name, text in function.__annotations__.items()
         if name != "return"
     }
+    kinds = (options.ConvertOptions, options.PlanOptions, options.WriteOptions, options.VerifyOptions)
+    annotations |= {text for kind in kinds for text in arguments._annotations_of(kind.__name__).values()}
     words = {
         word
         for text in annotations
@@ -181,6 +176,8 @@ def test_every_annotation_is_understood() -> None:
     }
     known = {*arguments._ALIASES, *arguments._WORDS, *reshard.__all__, "Any", "None", "Literal", "Mapping"}
     known |= {
+        "Unpack",
+        *(kind.__name__ for kind in kinds),
         "Iterable",
         "Sequence",
         "Collection",

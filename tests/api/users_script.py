@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import reshard
-from reshard.errors import LayoutError, MissingNameError
 
 if TYPE_CHECKING:
     from dask.array import Array
@@ -28,7 +27,7 @@ def main(source_dir: Path, strategy: Path, target_strategy: str, out: Path) -> N
     print(array, shape, source.nbytes, source.ranks, source.format, source.unreadable, source.warnings, source.groups())
     selection = reshard.Selection(include=["*"], exclude=(), cast={"float32": "bfloat16"}, name_map={}, drop=["*"])
     plan: reshard.Plan = reshard.plan(source, target_strategy, to="safetensors", memory="1GB", selection=selection)
-    stats = plan.stats.peak_memory + sum(plan._record.explain_memory().values())
+    stats = plan.stats.peak_memory
     block: Array = plan.rank(0)[next(iter(plan.rank(0)))]
     report: reshard.Report = plan.run(out / "ranks", threads=1, progress=show, overwrite=True)
     computed: reshard.Report = plan.graph(out / "computed").compute()
@@ -45,13 +44,13 @@ def main(source_dir: Path, strategy: Path, target_strategy: str, out: Path) -> N
         print(opened.hist(name, bins=8).counts, opened.stats()[name].quartiles, opened.to_dataframe())
     try:
         opened["*"]
-    except MissingNameError as missing:
+    except reshard.UsageError as missing:
         print(missing.hint)
     try:
         reshard.open(out / "nothing")
     except reshard.SourceError as error:
         print(error.code, error.hint)
-    except (LayoutError, reshard.StrategyError, reshard.UsageError, reshard.BudgetError, reshard.TargetError):
+    except (reshard.StrategyError, reshard.UsageError, reshard.BudgetError, reshard.TargetError):
         raise
     plan.save(out / "plan.json")
 

@@ -81,11 +81,11 @@ def test_random_arrays_are_written_as_numpy_has_them(tmp_path: Path, seed: int) 
     if kind == "checkpoint2":
         expected = {name: array for name, array in expected.items() if array.dtype != np.dtype("uint16")}
     arrays = {name: chunked(rng, array) for name, array in expected.items()}
-    options: dict[str, Any] = {"strategy": random_strategy(rng, expected)} if cut else {}
+    options: dict[str, Any] = {"target_strategy": random_strategy(rng, expected)} if cut else {}
     if kind == "zarr":
         options |= {"chunk_size": int(rng.integers(100, 2000)), "compression": [None, "zstd"][seed % 2]}
     if kind == "checkpoint2":
-        options["step"] = 3
+        options["target_step"] = 3
     threads = int(rng.integers(1, 5))
     reshard.write(arrays, tmp_path / "out", to=kind, threads=threads, **options)
     opened = reshard.open(tmp_path / "out")

@@ -115,7 +115,7 @@ def test_optimizer_states_are_left_out(mindspore_data: Path, case: str) -> None:
 def test_targets(mindspore_data: Path, tmp_path: Path, case: str, to: str) -> None:
     folder = mindspore_data / "averages" / case
     expected = truth(folder)
-    options: dict[str, Any] = {"step": 7} if to == "checkpoint2" else {}
+    options: dict[str, Any] = {"target_step": 7} if to == "checkpoint2" else {}
     if to in {"safetensors", "ckpt", "dcp-cut"}:
         options["target_strategy"] = halves(expected)
     target = tmp_path / ("out.zarr" if to == "zarr" else "out")
@@ -681,7 +681,7 @@ def test_an_encrypted_input(tmp_path: Path) -> None:
     expected = numbers(SHAPES)["w"] + np.float32(0.5)
     assert np.array_equal(average["w"].compute(), expected)
     reshard.convert(average, tmp_path / "out", to="hf")
-    computed_again(tmp_path / "out", source_cipher=cipher)
+    computed_again(tmp_path / "out", cipher=cipher)
     reshard.plan(average).save(tmp_path / "plan.json")
     with refused(UsageError, "no-key"):
         reshard.read_plan(tmp_path / "plan.json")

@@ -49,7 +49,6 @@ UNUSED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     ((*LORA, "--exclude", "a.0.*"), "no-effect", ("--lora", "a.0.weight")),
     ((*LORA, *WITH_RULES, "--include", "b.1"), "no-effect", ("--lora", "b.0")),
     ((*LORA, "--lora-alpha", "0"), "no-effect", ("lora", "--lora-alpha")),
-    ((*LORA, "--lora-tied", "both"), "no-effect", ("model", "--lora-tied")),
     (("--cast", "float16=bfloat16"), "no-effect", ("--cast float16=bfloat16", "float32")),
     (("--cast", "float32=float32"), "no-effect", ("--cast float32=float32",)),
     (("--cast", "float32=bfloat16", "--cast", "float64=float32"), "no-effect", ("--cast float64=float32",)),
@@ -185,15 +184,11 @@ def test_options_for_files_of_ranks(source: str, option: tuple[str, str]) -> Non
         failed(2, "no-effect", command, source, *option, places=(option[0],))
     failed(2, "no-effect", "convert", source, "out", "--to", "dcp", *option, places=(option[0],))
     failed(2, "no-effect", "average", source, source, "out", "--to", "hf", *option, places=(option[0],))
-    of_target = f"--target{option[0][1:]}"
-    failed(2, "no-effect", "verify", source, of_target, option[1], places=(of_target,))
-    failed(2, "no-effect", "diff", source, source, of_target, option[1], places=(of_target,))
 
 
 @pytest.mark.usefixtures("whole")
 def test_other_options_for_files_of_ranks() -> None:
     failed(2, "no-effect", "verify", SET, "--target-layout", "*=split:0", places=("--target-layout",))
-    failed(2, "no-effect", "verify", SET, "--target-partial", places=("--target-partial",))
     for target in (SET, FILE):
         failed(2, "no-effect", "verify", target, "--deduplicated", places=("--deduplicated",))
         failed(2, "no-effect", "verify", target, "--against", target, "--deduplicated", places=("--deduplicated",))
@@ -232,8 +227,6 @@ def test_whole_tensors_that_are_called_whole_keep_what_is_beside_them(whole: Pat
 def test_options_of_the_target_are_named_as_they_are_typed() -> None:
     for command in (("verify", "model"), ("diff", "model", "model")):
         failed(2, "missing-strategy", *command, "--target-stage", "3", places=("--target-strategy",))
-        failed(2, "no-iterations", *command, "--target-iteration", "9", places=("--target-iteration 9",))
-    failed(2, "no-effect", "verify", SET, "--write-manifest", "m.json", "--target-suffix", "x", places=("--target-s",))
 
 
 def test_a_strategy_of_no_tensor_is_not_written(root: Path) -> None:
@@ -252,7 +245,6 @@ def test_verify_overwrites_manifests_alone() -> None:
 
 @pytest.mark.usefixtures("root")
 def test_options_of_verify_and_average_alone() -> None:
-    failed(2, "no-effect", "verify", "model", "--against", "other", "--seed", "3", places=("--seed", "--sample"))
     failed(2, "no-effect", "verify", "model", "--drop", "norm.weight", places=("--drop", "norm.weight"))
     failed(2, "no-effect", "average", "model", "other", "mean", "--states", places=("--states",))
     with refused(UsageError, "no-effect", "states="):

@@ -28,8 +28,6 @@ from reshard.core.plan.plan import plan_digest
 from reshard.core.plan.planfile import read, save
 from reshard.core.storage.local import local_store
 from reshard.errors import PlanError, ReshardError, SourceError, TargetError, UsageError
-from reshard.formats.ranks.options import RankFiles
-from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,22 +47,21 @@ TARGET = Strategy.of(
 RENAMED = Strategy.of({f"model.{n}.w": Layout.of([2], [-1, 0]) for n in range(2)})
 
 KINDS: dict[str, dict[str, Any]] = {
-    "other layouts": {"target": TARGET},
+    "other layouts": {"target_strategy": TARGET},
     "whole": {},
-    "ckpt": {"target": TARGET, "format": "ckpt", "prefix": "net-"},
-    "some ranks": {"target": TARGET, "ranks": [3, 1]},
-    "mindspore set": {"files": MindSporeSet(300), "format": "safetensors"},
-    "hugging face set": {"files": HuggingFaceSet(300), "format": "safetensors"},
-    "named file": {"files": RankFiles(name="weights/all.st")},
-    "stored once": {"target": TARGET, "remove_redundancy": True},
-    "cast": {"target": TARGET, "selection": Selection(cast={"float32": "bfloat16"})},
+    "ckpt": {"target_strategy": TARGET, "to": "ckpt", "prefix": "net-"},
+    "some ranks": {"target_strategy": TARGET, "ranks": [3, 1]},
+    "mindspore set": {"to": "mindspore", "max_shard_size": 300},
+    "hugging face set": {"to": "hf", "max_shard_size": 300},
+    "stored once": {"target_strategy": TARGET, "remove_redundancy": True},
+    "cast": {"target_strategy": TARGET, "selection": Selection(cast={"float32": "bfloat16"})},
     "selected": {
-        "target": RENAMED,
+        "target_strategy": RENAMED,
         "selection": Selection(include=["layers.*@2"], name_map={"layers.*.w": "model.*.w"}, drop=["b"]),
     },
     "weights": {"selection": Selection(weights_only=True, exclude=["*.1.w"], allow_missing=["*"])},
-    "missing": {"target": SOURCE.with_layout("new", ROWS), "allow_missing": ["ne*"]},
-    "little memory": {"target": TARGET, "memory": 60_000_000},
+    "missing": {"target_strategy": SOURCE.with_layout("new", ROWS), "allow_missing": ["ne*"]},
+    "little memory": {"target_strategy": TARGET, "memory": 60_000_000},
 }
 
 
@@ -113,7 +110,7 @@ def assert_runs_alike(plan: reshard.Plan, root: Path, folder: Path, **reading: A
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_plan_does_the_same_on_a_copy_of_the_source(kind: str, root: Path, tmp_path: Path) -> None:
     options = dict(KINDS[kind])
-    plan = reshard.plan(reshard.open(root, strategy=SOURCE), options.pop("target", None), **options)
+    plan = reshard.plan(reshard.open(root, strategy=SOURCE), options.pop("target_strategy", None), **options)
     again = assert_runs_alike(plan, root, tmp_path)
     if kind == "linked":
         assert sum(file.link is not None for file in again._record.files) == sum(

@@ -18,10 +18,6 @@ from test_made import say_instead
 import reshard
 from reshard import Layout, LoRA, Rules, Selection, Strategy
 from reshard.errors import UsageError
-from reshard.formats.checkpoint2.options import Checkpoint2
-from reshard.formats.dcp.names import DCP
-from reshard.formats.sets.options import HuggingFaceSet
-from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from reshard.core.plan.plan import Plan
@@ -57,12 +53,12 @@ ASKED: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 KINDS: dict[str, tuple[Strategy | None, dict[str, Any]]] = {
     "ranks": (TARGET, {}),
-    "ckpt, each replica once": (TARGET, {"format": "ckpt", "remove_redundancy": True}),
-    "a set": (None, {"format": "safetensors", "files": HuggingFaceSet()}),
-    "zarr": (None, {"files": ZarrGroup()}),
-    "DCP": (None, {"files": DCP()}),
-    "DCP of blocks": (TARGET, {"files": DCP()}),
-    "checkpoint2": (TARGET, {"files": Checkpoint2(7)}),
+    "ckpt, each replica once": (TARGET, {"to": "ckpt", "remove_redundancy": True}),
+    "a set": (None, {"to": "hf"}),
+    "zarr": (None, {"to": "zarr"}),
+    "DCP": (None, {"to": "dcp"}),
+    "DCP of blocks": (TARGET, {"to": "dcp"}),
+    "checkpoint2": (TARGET, {"to": "checkpoint2", "target_step": 7}),
 }
 OFTEN = ["nothing", "cast", "all"]
 
@@ -316,7 +312,7 @@ def test_as_they_are_whatever_ledgers_say(src: Path, tmp_path: Path) -> None:
 
 def test_a_sample_of_what_the_ledger_names(src: Path, tmp_path: Path) -> None:
     write(src, tmp_path / "out", "ranks")
-    assert reshard.verify(tmp_path / "out", sample=0.5, seed=1).sample == 0.5
+    assert reshard.verify(tmp_path / "out", sample=0.5).sample == 0.5
     assert json.loads(done("verify", tmp_path / "out", "--sample", "50%", "--json").stdout)["sample"] == 0.5
     failed(2, "needs-source", "verify", write_file(tmp_path / "other.safetensors", FULL), "--sample", "5%")
     failed(2, "conflicting-options", "verify", tmp_path / "out", "--sample", "5%", "--write-manifest", tmp_path / "m")

@@ -20,8 +20,6 @@ from reshard.core.model.digests import digest
 from reshard.core.records.made import made_of
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError
-from reshard.formats.sets.options import MindSporeSet
-from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,11 +47,11 @@ PLANS: dict[str, tuple[Strategy | None, dict[str, Any]]] = {
     "cast and renamed": (TARGET, {"selection": Selection(cast={"float32": "bfloat16"}, name_map={})}),
     "weights": (TARGET, {"selection": Selection(exclude=("moments.*",))}),
     "one rank": (TARGET, {"ranks": [1]}),
-    "each replica once": (TARGET, {"remove_redundancy": True, "format": "ckpt"}),
-    "a share of that": (SOURCE, {"remove_redundancy": True, "ranks": [1], "format": "ckpt"}),
-    "one stage": (STAGES, {"stage": 1}),
-    "a set": (None, {"files": MindSporeSet(3000), "format": "safetensors"}),
-    "a zarr store": (None, {"files": ZarrGroup()}),
+    "each replica once": (TARGET, {"remove_redundancy": True, "to": "ckpt"}),
+    "a share of that": (SOURCE, {"remove_redundancy": True, "ranks": [1], "to": "ckpt"}),
+    "one stage": (STAGES, {"target_stage": 1}),
+    "a set": (None, {"to": "mindspore", "max_shard_size": 3000}),
+    "a zarr store": (None, {"to": "zarr"}),
 }
 
 

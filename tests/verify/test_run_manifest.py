@@ -91,7 +91,7 @@ COMMANDS = {
     "some ranks": ["convert", "src", "dst", *AFTER, "--ranks", "1-2"],
     "cast": ["convert", "src", "dst", *AFTER, "--cast", "float32=bfloat16"],
     "one rank": ["convert", "src", "dst", *BEFORE],
-    "MindSpore's set": ["convert", "--to=mindspore", "src", "dst", *BEFORE, "--max-shard-size", "3000B"],
+    "MindSpore's set": ["convert", "src", "dst", "--to=mindspore", *BEFORE, "--max-shard-size", "3000B"],
     "Hugging Face's set": ["convert", "src", "dst", *BEFORE, "--max-shard-size", "3000B", "--to", "hf"],
     "converted ranks": ["convert", "src", "dst", "--to", "safetensors"],
     "a converted file": ["convert", "src/rank_0/checkpoint_0.ckpt", "dst.safetensors", "--to", "safetensors"],
@@ -124,7 +124,7 @@ def test_of_a_run_by_file(folder: Path, read: list[Any], monkeypatch: pytest.Mon
     assert_as_read("dst")
 
 
-@pytest.mark.parametrize("name", ["ckpt", "linked replicas", "Hugging Face's set"])
+@pytest.mark.parametrize("name", ["ckpt", "Hugging Face's set"])
 def test_of_files_at_a_url(name: str, folder: Path, read: list[Any], request: pytest.FixtureRequest) -> None:
     """They are checked by it there, and once they are local."""
     url = f"memory://{abs(hash(request.node.nodeid))}"

@@ -272,7 +272,7 @@ def test_directories_of_the_same_ranks_need_no_strategy(sides: tuple[Path, Path]
     shutil.rmtree(target / ".reshard")
     with refused(SourceError, "no-layout", "8 ranks", "source_strategy=..., or layout="):
         reshard.verify(target, AFTER, against=source)
-    with refused(SourceError, "no-layout", "6 ranks", " strategy=..., or layout="):
+    with refused(SourceError, "no-layout", "6 ranks", " target_strategy=..., or layout="):
         reshard.verify(target, against=source, source_strategy=BEFORE)
 
 
@@ -295,18 +295,14 @@ def test_a_tensor_that_stages_share_is_compared_in_each(tmp_path: Path) -> None:
     assert found.differences[0].side == "target"
 
 
-def test_a_sample_reads_less_and_is_the_same_again(tmp_path: Path, small_bands: None) -> None:
+def test_a_sample_reads_less(tmp_path: Path, small_bands: None) -> None:
     full = numbers({"a": (400, 8), "b": (400, 8), "tiny": (2,)}, "int32")
     one, two = (write_file(tmp_path / f"{n}.safetensors", full) for n in range(2))
     for element in range(0, 3200, 8):
         flip(two, "a", element)
-    found = [reshard.verify(two, against=one, sample=0.1, seed=seed) for seed in (1, 1, 2)]
-    counts = [result.differences[0].count for result in found]
-    assert counts[0] == counts[1]
-    assert found[0].differences == found[1].differences != found[2].differences
+    found = [reshard.verify(two, against=one, sample=0.1) for _ in range(2)]
     assert found[0].bytes_read == pytest.approx(0.1 * found[0].total_bytes, rel=0.1)
     assert found[0].tensors == 3
-    assert reshard.verify(two, against=one, sample=0.1).seed is not None
     assert reshard.verify(two, against=one, sample=1.0).differences[0].count == 400
 
 
@@ -480,7 +476,7 @@ def test_what_only_a_comparison_obeys_is_refused_elsewhere(
     sides: tuple[Path, Path], option: dict[str, Any], word: str, manifest: bool
 ) -> None:
     _, target = sides
-    what = {"manifest": reshard.Manifest.make(target)} if manifest else {"strategy": AFTER}
+    what = {"manifest": reshard.Manifest.make(target)} if manifest else {"target_strategy": AFTER}
     assert reshard.verify(target, **what)
     with refused(UsageError, "needs-source", word):
         reshard.verify(target, **what, **option)
@@ -489,8 +485,8 @@ def test_what_only_a_comparison_obeys_is_refused_elsewhere(
 def test_options_of_paths_are_refused_for_opened_checkpoints(sides: tuple[Path, Path], tmp_path: Path) -> None:
     """`verify(source, "target")` compared nothing, and was true: the path was taken for a strategy."""
     source = reshard.open(sides[0], strategy=BEFORE)
-    for options in ({"strategy": tmp_path / "none"}, {"strategy": BEFORE}):
-        with refused(UsageError, "no-effect", "strategy"):
+    for options in ({"target_strategy": tmp_path / "none"}, {"target_strategy": BEFORE}):
+        with refused(UsageError, "no-effect", "target_strategy"):
             reshard.verify(source, **options)  # type: ignore[arg-type]
     with refused(UsageError, "no-effect", "source_strategy"):
         reshard.verify(sides[1], AFTER, against=source, source_strategy=BEFORE)

@@ -37,7 +37,6 @@ class Comparison:
     changes: tuple[Change, ...] = ()
     note: str = ""
     sample: float | None = None
-    seed: int | None = None
     by_checksums: bool = False
     independent: int = 0
 
@@ -105,11 +104,6 @@ class Verification:
     def sample(self) -> float | None:
         """The share of rows that was compared; None for all."""
         return self.compared.sample
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of the sample."""
-        return self.compared.seed
 
     @property
     def by_checksums(self) -> bool:

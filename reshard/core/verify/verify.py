@@ -65,7 +65,6 @@ class _Options:
     client: Any
     on_progress: OnProgress
     sample: float | None
-    seed: int | None
     independent: bool = False
 
 
@@ -80,7 +79,6 @@ def verify(
     manifest: Manifest | AnyName | None = None,
     selection: Selection | None = None,
     sample: float | None = None,
-    seed: int | None = None,
     partial: bool = False,
     deduplicated: bool = False,
     independent: bool = False,
@@ -108,13 +106,13 @@ def verify(
         )
     _refuse_unused_selection(selection, against)
     options = _Options(
-        environment.memory(memory), thread_count(threads), client, progress_callback(progress, began), sample, seed,
+        environment.memory(memory), thread_count(threads), client, progress_callback(progress, began), sample,
         independent,
     )  # fmt: skip
     made = (
         None if manifest is not None else _made(target, strategy, against, selection, partial=partial or deduplicated)
     )
-    _check_sample(sample, seed, against if made is None else made)
+    _check_sample(sample, against if made is None else made)
     _refuse_unused_library(independent=independent, is_compared=against is not None or made is not None)
     if manifest is not None:
         if isinstance(target, Checkpoint):
@@ -177,13 +175,10 @@ def as_it_is(selection: Selection | None, against: object) -> Selection:
     return Selection()
 
 
-def _check_sample(sample: float | None, seed: int | None, source: object) -> None:
-    """Reject a sample that is not a share, or without a source; and a seed without a sample."""
+def _check_sample(sample: float | None, source: object) -> None:
+    """Reject a sample that is not a share, or without a source."""
     if sample is not None and not 0 < sample <= 1:
         raise UsageError(f"sample is {sample}; expected a share above 0, up to 1", code="out-of-range")
-    if seed is not None and sample is None:
-        hint = Text("add ", Option("sample"), ", or leave it out")
-        raise UsageError(Text(Option("seed"), " is of a sample, and there is none"), code="no-effect", hint=hint)
     if sample is not None and source is None:
         hint = Text("add ", Option("against"), ", or leave it out")
         raise UsageError(Text(Option("sample"), " is for a comparison with a source"), code="needs-source", hint=hint)
@@ -361,9 +356,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
     from reshard.core.verify.compare.ties import compare_ties
 
     target, source, selection, deduplicated, note = sides
-    sample, seed = options.sample, options.seed
-    if sample is not None and seed is None:
-        seed = SystemRandom().randrange(1 << 32)
+    sample, seed = options.sample, SystemRandom().randrange(1 << 32)
     if options.independent:
         target = by_library(target)
     budget = comparison_budget(
@@ -431,7 +424,6 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
             [*([note] if note else []), *([] if selection.cast else _casts(differences, (target.root, source.root)))],
         ),
         sample,
-        seed if sample is not None else None,
         independent=read_by_library(target) if options.independent else 0,
     )
     return Verification(
