@@ -16,25 +16,34 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-from checkpoints import numbers, tree, write_ranks
+from checkpoints import numbers, plan_with, tree, write_ranks
+from commands import heed_signals
 from injected import change
+from safetensors.numpy import save_file
 
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan import budget
 from reshard.core.storage.base import PARTIAL
+from reshard.errors import BudgetError
+from reshard.formats.dcp.names import DCP
+from reshard.formats.sets.options import HuggingFaceSet
+from reshard.formats.zarr.layout import ZarrGroup
 from reshard.strategy.files import write_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from reshard.core.run.run import Progress
+
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -138,15 +147,11 @@ class World:
         return Ended(done.returncode, said, counts)
 
 
-def heed_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(tmp_path_factory.mktemp("faults"))
-    write_strategies(world.root)
+    for name, strategy in {"source": SOURCE, **TARGETS}.items():
+        write_strategy(strategy, world.root / f"{name}.ckpt")
     for format in ("safetensors", "ckpt"):
         write_ranks(world.root / format, FULL, SOURCE, format, also=numbers({"step": (1,)}, "int64"))
     for scenario in SCENARIOS:
@@ -156,14 +161,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         world.undisturbed[scenario.name] = tree(target)
         world.counts[scenario.name] = made.counts
     return world
-
-
-def write_strategies(root: Path) -> None:
-    for name, strategy in {"source": SOURCE, **TARGETS}.items():
-        write_strategy(strategy, root / f"{name}.ckpt")
-
-
-# --- one fault ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -430,8 +427,6 @@ def test_faults(world: World, kind: str, tmp_path: Path, record_property: Callab
     record_property("faults", (kind, SEEDS, *(sum(result[place] for result in results) for place in range(3))))
 
 
-# --- a disk that is really full -----------------------------------------------------------------------------------
-
 LIES: dict[str, dict[str, bool]] = {
     "disk too small": {},
     "disk too small, seems large": {"statvfs": True},  # as quotas do
@@ -464,9 +459,6 @@ def test_small_disks(world: World, kind: str, tmp_path: Path, record_property: C
         stopped += ended.code != 0
         resumed += ended.code != 0 and written < trial.counts["bytes"]
     record_property("faults", (kind, len(sizes), stopped, resumed, 0))
-
-
-# --- clusters -----------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_is_killed(
@@ -515,3 +507,67 @@ def test_a_command_on_a_cluster_is_stopped(
         resumed += again.counts["write"] < world.counts["rows"]["write"]
         assert tree(trial.target) == trial.expected
     record_property("faults", ("command on a cluster stopped", len(faults), len(faults), resumed, 0))
+
+
+LAYERS = {f"layers.{number}.weight": np.full((64, 64), number, np.float32) for number in range(300)}
+
+WRITTEN: dict[str, Callable[[], Any]] = {
+    "small files": lambda: HuggingFaceSet(max_shard_size=200_000),
+    "one file": lambda: HuggingFaceSet(max_shard_size=10**9),
+    "dcp": DCP,
+    "zarr": ZarrGroup,
+}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount("-o", "size=12m", "tmpfs", str(path))
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+
+
+@pytest.mark.parametrize("allocates", [True, False])
+@pytest.mark.parametrize("written", WRITTEN)
+def test_what_is_written_is_kept(
+    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, allocates: bool
+) -> None:
+    """The log of a first run had no room, so that all was lost; or a run whose files had room failed for its log."""
+    monkeypatch.setattr(budget, "TASK_BYTES", 100_000)
+    real, target = os.posix_fallocate, disk / "out"
+
+    def allocate(descriptor: int, offset: int, size: int) -> None:
+        if not allocates and ".jsonl" not in os.readlink(f"/proc/self/fd/{descriptor}"):  # noqa: PTH115
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        real(descriptor, offset, size)
+
+    def progress(event: reshard.Progress) -> None:
+        if event.written > event.total / 2 and not (disk / "filler").exists():
+            fill(disk / "filler")
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    (tmp_path / "src").mkdir()
+    save_file(LAYERS, tmp_path / "src" / "model.safetensors")
+    plan = plan_with(reshard.open(tmp_path / "src"), files=WRITTEN[written]())
+    if allocates:
+        assert plan.run(target, progress=progress, threads=1).resumed == 0
+    else:
+        with pytest.raises(BudgetError):
+            plan.run(target, progress=progress, threads=1)
+    (disk / "filler").unlink()
+    assert plan.run(target).resumed >= plan.stats.bytes_written / 2
+    again = reshard.open(target)
+    assert set(again) == set(LAYERS)
+    for name, array in LAYERS.items():
+        assert np.array_equal(again[name].compute(), array)

@@ -4,9 +4,8 @@
 
 * `test_fuzz_differential` makes random models, layouts and options, and compares what the commands write with numpy
   slices of the whole tensors.
-* `test_fuzz_chains` goes A -> B -> C -> ... -> A through random layouts and formats, and compares the bytes of A.
-* `test_fuzz_flips` flips bits of everything that is read: the result is right or refused, and every way to verify
-  notices or says that it does not look.
+* `test_fuzz_flips` flips bits of what is written: every way to verify notices, or says that it does not look.
+* `test_fuzz_rules` goes forth and back by random rules, through files of every kind.
 
 `reference` has the models, the rules of layouts and the files, written and read without anything of the package but
 the descriptions of protobuf messages.

@@ -10,8 +10,7 @@ import json
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from itertools import count, pairwise
+from itertools import pairwise
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,8 +21,10 @@ import safetensors
 import strategy_files
 import zarr
 
+from reshard.strategy.proto import message_class  # the description of the message alone
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
     from random import Random
 
@@ -31,9 +32,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
 CKPT = {name: kind for kind, name in helpers.MINDSPORE_NAMES.items()}
-SAFETENSORS = {name: kind for kind, name in helpers.SAFETENSORS_NAMES.items()} | {"int4": "I8"}
 PREFIXES = ("adam_m", "moment1", "accu_grads")
-TRAINING = ("global_step", "learning_rate", "loss_scale")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -62,15 +61,11 @@ class Held(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a file has: tensors, text entries, the notes of safetensors, and where the bytes of each tensor lie."""
+    """What a file has: tensors, text entries, and the notes of safetensors."""
 
     tensors: dict[str, Held]
     texts: dict[str, str]
     notes: dict[str, str] = {}  # noqa: RUF012 -- a tuple has no default factory; nothing changes it
-    places: dict[str, list[tuple[int, int]]] = {}  # noqa: RUF012 -- likewise
-
-
-# --- layouts -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -211,9 +206,6 @@ def with_uneven(rng: Random, cut: Cut, rows: int) -> Cut:
     return replace(cut, uneven=tuple(b - a for a, b in zip([0, *edges], [*edges, rows], strict=True)))
 
 
-# --- models ------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Tensor:
     """A tensor of a model.
@@ -225,8 +217,6 @@ class Tensor:
         text: of a text entry.
         weight: the weight whose optimizer state it is.
         own: the values of the ranks, where each rank has one of its own.
-        replicas: the ranks whose files have it, where the source strategy does not list it.
-        in_files: some source file has it.
     """
 
     name: str
@@ -235,8 +225,6 @@ class Tensor:
     text: str | None = None
     weight: str | None = None
     own: dict[int, Array] = field(default_factory=dict)
-    replicas: tuple[int, ...] = ()
-    in_files: bool = True
 
     @property
     def shape(self) -> Shape:
@@ -292,38 +280,24 @@ def fitting(rng: Random, cuts: Iterable[Cut], ndim: int, *, empty: bool) -> Shap
     return tuple(shape)
 
 
-# --- files -------------------------------------------------------------------------------------------------------
-
-
-def _varint(number: int) -> bytes:
-    found = bytearray()
-    while number > 127:
-        found.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*found, number])
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
 def ckpt_bytes(entries: Mapping[str, Held | str], rng: Random) -> bytes:
     """Write a `.ckpt` file as MindSpore does, now and then in the ways that older or asynchronous saves have."""
-    found = b""
+    message: Any = message_class("Checkpoint")()
     for name, held in entries.items():
-        text = held if isinstance(held, str) else None
-        content = (text or "\0").encode("utf-32-le") if text is not None else held.content  # type: ignore[union-attr]
-        shape = (0,) if text is not None else held.shape  # type: ignore[union-attr]
-        kind = "str" if text is not None else CKPT[held.dtype]  # type: ignore[union-attr]
+        if isinstance(held, str):
+            kind, shape, content = "str", (0,), (held or "\0").encode("utf-32-le")
+        else:
+            kind, shape, content = CKPT[held.dtype], held.shape, held.content
         if shape == () and rng.random() < 0.2:
             shape = (0,)  # a scalar of an older file
-        head = b"".join(_varint(1 << 3) + _varint(extent) for extent in shape) + _field(2, kind.encode())
         edges = [0, len(content)]
         if len(content) > 1 and rng.random() < 0.1:
             edges.insert(1, rng.randrange(1, len(content)))  # as of a large tensor
         for begin, end in pairwise(edges):
-            value = _field(1, name.encode()) + _field(2, head + _field(3, content[begin:end]))
-            found += _field(1, value)
+            tensor = message.value.add(tag=name).tensor
+            tensor.tensor_type, tensor.tensor_content = kind, content[begin:end]
+            tensor.dims.extend(shape)
+    found: bytes = message.SerializeToString()
     if found and rng.random() < 0.1:
         found += b"crc_num" + zlib.crc32(found).to_bytes(10, "big")
     return found
@@ -343,54 +317,35 @@ def safetensors_bytes(entries: Mapping[str, Held | str], notes: Mapping[str, str
     return helpers.library_safetensors(named, every or None)
 
 
-def read_file(path: Path, *, crc: bool = True) -> Read:
-    """Read a checkpoint file, by the safetensors library or by the few lines below."""
-    return read_bytes(path.read_bytes(), crc=crc)
+def read_file(path: Path) -> Read:
+    """Read a checkpoint file, by the libraries of safetensors and protobuf."""
+    return read_bytes(path.read_bytes())
 
 
-def read_bytes(content: bytes, *, crc: bool = True) -> Read:
+def read_bytes(content: bytes) -> Read:
     if content[8:9] != b"{":
-        return _read_ckpt(content, crc=crc)
+        return _read_ckpt(content)
     size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    notes = header.pop("__metadata__", {})
+    notes = json.loads(content[8 : 8 + size]).get("__metadata__", {})
     tensors = {}
     for name, item in safetensors.deserialize(content):
         dtype = "int4" if notes.get(name) == "Int4" else helpers.SAFETENSORS_NAMES[item["dtype"]]
         tensors[name] = Held(dtype, tuple(item["shape"]), bytes(item["data"]))
-    texts = json.loads(notes.get("reshard.str", "{}"))
-    places = {
-        name: [(8 + size + item["data_offsets"][0], item["data_offsets"][1] - item["data_offsets"][0])]
-        for name, item in header.items()
-    }
-    return Read(tensors, texts, notes, places)
+    return Read(tensors, json.loads(notes.get("reshard.str", "{}")), notes)
 
 
-def _read_ckpt(content: bytes, *, crc: bool) -> Read:
-    end = len(content)
+def _read_ckpt(content: bytes) -> Read:
     if content[-17:-10] == b"crc_num":
-        end -= 17
-        require_format(not crc or int.from_bytes(content[-10:], "big") == zlib.crc32(content[:end]), "CRC-32")
+        require_format(int.from_bytes(content[-10:], "big") == zlib.crc32(content[:-17]), "CRC-32")
+        content = content[:-17]
+    message: Any = message_class("Checkpoint")()
+    message.ParseFromString(content)
     parts: dict[str, Held] = {}
-    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for number, value, start in _fields(content, 0, end):
-        require_format(number == 1, "field")
-        inner = list(_fields(content, start, value))
-        (name,) = (content[at:stop].decode() for tag, stop, at in inner if tag == 1)
-        ((at, stop),) = ((at, stop) for tag, stop, at in inner if tag == 2)
-        dims: list[int] = []
-        kind, data = "", b""
-        for tag, stop_or_value, begin in _fields(content, at, stop):
-            if tag == 1:
-                dims.append(stop_or_value)
-            elif tag == 2:
-                kind = helpers.MINDSPORE_NAMES[content[begin:stop_or_value].decode()]
-            else:
-                require_format(tag == 3, "field")
-                data = content[begin:stop_or_value]
-                places[name].append((begin, len(data)))
-        before = parts[name].content if name in parts else b""
-        parts[name] = Held(kind, tuple(dims), before + data)
+    for value in message.value:
+        tensor = value.tensor
+        before = parts[value.tag].content if value.tag in parts else b""
+        kind = helpers.MINDSPORE_NAMES[tensor.tensor_type]
+        parts[value.tag] = Held(kind, tuple(tensor.dims), before + tensor.tensor_content)
     tensors, texts = {}, {}
     for name, held in parts.items():
         if held.dtype == "str":
@@ -400,33 +355,7 @@ def _read_ckpt(content: bytes, *, crc: bool) -> Read:
         shape = () if scalar else held.shape
         require_format(prod(shape) * itemsize(held.dtype) == len(held.content), "size")
         tensors[name] = held._replace(shape=shape)
-    return Read(tensors, texts, {}, dict(places))
-
-
-def _fields(content: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the fields of a message: number, value or end, and where the contents begin."""
-    while place < end:
-        key, place = _number(content, place, end)
-        value, place = _number(content, place, end)
-        require_format(key & 7 in {0, 2}, "wire type")
-        if key & 7 == 0:
-            yield key >> 3, value, place
-            continue
-        require_format(place + value <= end, "length")
-        yield key >> 3, place + value, place
-        place += value
-
-
-def _number(content: bytes, place: int, end: int) -> tuple[int, int]:
-    value = 0
-    for shift in count(0, 7):
-        require_format(place < end and shift < 70, "varint")
-        byte = content[place]
-        place += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            break
-    return value, place
+    return Read(tensors, texts)
 
 
 def require_format(sound: bool, what: str) -> None:
@@ -463,55 +392,10 @@ def read_set(root: Path) -> tuple[Read, dict[str, str], dict[str, Read]]:
     return Read(tensors, texts), weight_map, files
 
 
-# --- selection ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Wishes:
-    """What is selected, renamed and cast."""
-
-    include: list[str] = field(default_factory=list)
-    exclude: list[str] = field(default_factory=list)
-    weights_only: bool = False
-    names: dict[str, str] = field(default_factory=dict)
-    cast: dict[str, str] = field(default_factory=dict)
-    drop: list[str] = field(default_factory=list)
-    allow_missing: list[str] = field(default_factory=list)
-
-    def chooses(self, tensor: Tensor) -> bool:
-        chosen = not self.include or matches(tensor.name, self.include)
-        chosen = chosen and not matches(tensor.name, self.exclude)
-        if chosen and self.weights_only:
-            chosen = tensor.weight is None and tensor.text is None and tensor.name not in TRAINING
-        return chosen
-
-    def renamed(self, name: str, weight: str | None = None) -> str:
-        if weight is not None:
-            return name.removesuffix(weight) + self.renamed(weight)
-        if name in self.names:
-            return self.names[name]
-        for old, new in self.names.items():
-            if old.endswith("*") and name.startswith(old[:-1]):
-                return new[:-1] + name[len(old) - 1 :]
-        return name
-
-    def dtype(self, dtype: str) -> str:
-        return self.cast.get(dtype, dtype)
-
-    def cast_bits(self, dtype: str, bits: Array) -> Array:
-        new = self.dtype(dtype)
-        if new == dtype:
-            return bits
-        with np.errstate(all="ignore"):
-            made = bits.view(numpy_dtype(dtype)).astype(numpy_dtype(new))
-        return made.view(f"u{itemsize(new)}")
-
-    def words(self) -> list[str]:
-        found = [f"--include={glob}" for glob in self.include] + [f"--exclude={glob}" for glob in self.exclude]
-        found += [f"--cast={old}={new}" for old, new in self.cast.items()] + ["--weights-only"] * self.weights_only
-        found += [f"--drop={glob}" for glob in self.drop]
-        return found + [f"--allow-missing={glob}" for glob in self.allow_missing]
-
-
-def matches(name: str, globs: Collection[str]) -> bool:
-    return any(name == glob or fnmatchcase(name, glob) for glob in globs)
+def cast_bits(old: str, new: str, bits: Array) -> Array:
+    """Return the bits of numbers that are cast, as numpy and ml_dtypes do it."""
+    if new == old:
+        return bits
+    with np.errstate(all="ignore"):
+        made = bits.view(numpy_dtype(old)).astype(numpy_dtype(new))
+    return made.view(f"u{itemsize(new)}")

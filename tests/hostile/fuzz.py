@@ -71,9 +71,6 @@ class Memory:
         buffer[:] = self.content[offset : offset + len(buffer)]
 
 
-# --- what must hold ----------------------------------------------------------------------------------------------
-
-
 def check_safetensors(content: bytes) -> bool:
     """Hold our index of a safetensors file against the library's; return whether it was accepted."""
     try:
@@ -164,8 +161,6 @@ def check_strategy(content: bytes) -> bool:
     return True
 
 
-# --- files that are changed --------------------------------------------------------------------------------------
-
 CHECKS: dict[str, Callable[[bytes], bool]] = {
     "safetensors": check_safetensors,
     "ckpt": check_ckpt,
@@ -204,32 +199,8 @@ PIECES = (
     + [b"\xff" * 11, b"\x80" * 10, b"\x0a", b"\x12", b"\x1a", b"\x08\x00", b"\x1a\x00", b"\x0a\x00", b"\x0b", b"\x0c"]
     + [value.to_bytes(8, "little") for value in (0, 1, 2, 8, 100_000_000, 1 << 31, 1 << 62, 1 << 63, (1 << 64) - 1)]
     + [b"-1", b"0", b"1e9", b"-0", b"0.0", b"NaN", b"Infinity", b"9" * 30, b"9223372036854775807", b"9" * 5000, b"true"]
-    + [
-        b"null",
-        b"{}",
-        b"[]",
-        b'""',
-        b"[[",
-        b"{" * 3,
-        b'{"a":',
-        b",",
-        b'"',
-        b"\\",
-        b"\\u0000",
-        b"\\ud800",
-        b"\xed\xa0\x80",
-    ]
-    + [
-        b'"dtype":"F64",',
-        b'"__metadata__":{},',
-        b'"__metadata__":null,',
-        b"F4",
-        b"I8",
-        b"crc_num",
-        b"\xff",
-        b" ",
-        b"\n",
-    ]
+    + rb'null {} [] "" [[ {{{ {"a": , " \ \u0000 \ud800 "dtype":"F64", "__metadata__":{}, "__metadata__":null,'.split()
+    + [b"\xed\xa0\x80", b"F4", b"I8", b"crc_num", b"\xff", b" ", b"\n"]
 )
 """What is put in: numbers at the edges, in each way of writing them, and the grammar of the formats."""
 
@@ -277,21 +248,12 @@ def replace_number(content: bytearray, place: int, piece: bytes) -> bytearray:
     return content[: match.start()] + piece + content[match.end() :]
 
 
+KINDS = ["flip", "set", "cut", "remove", "repeat", "put", "replace", "number", "number", "splice", "length"]
 EDITS = some.lists(
-    some.tuples(
-        some.sampled_from(
-            ["flip", "set", "cut", "remove", "repeat", "put", "replace", "number", "number", "splice", "length"]
-        ),
-        some.integers(0, LARGEST),
-        some.integers(1, 64),
-        some.integers(0, 255),
-    ),
+    some.tuples(some.sampled_from(KINDS), some.integers(0, LARGEST), some.integers(1, 64), some.integers(0, 255)),
     min_size=1,
     max_size=6,
 )
-
-
-# --- running -----------------------------------------------------------------------------------------------------
 
 
 def fuzz(kind: str, seconds: float, examples: int = 2000) -> dict[str, object]:

@@ -80,19 +80,6 @@ def test_transposed_arrays_are_copied_by_tiles(tile: int, data: st.DataObject) -
     assert (target == source).all()
 
 
-def test_single_elements_far_apart_into_a_column() -> None:
-    """Each is a read of its own, into an array that is not contiguous."""
-    content = np.arange(5 * 20_000, dtype=np.int16).reshape(5, 20_000)
-    out = np.zeros((5, 3), np.int16)
-
-    def of_rows(requests: Sequence[tuple[int, memoryview]]) -> None:
-        for begin, buffer in requests:
-            buffer[:] = content.tobytes()[begin : begin + len(buffer)]
-
-    read_strided(of_rows, 14, (40_000,), out[:, 1])
-    assert out[:, 1].tolist() == content[:, 7].tolist()
-
-
 @pytest.mark.usefixtures("limits")
 @given(st.data())
 def test_boxes_read_one_after_another(data: st.DataObject) -> None:

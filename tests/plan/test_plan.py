@@ -19,7 +19,6 @@ from reshard import Layout, Strategy
 from reshard.core.layout.block import Block
 from reshard.core.plan.budget import MOST_TASKS, TASK_BYTES
 from reshard.errors import BudgetError, SourceError, UsageError
-from reshard.strategy.names import optimizer_states
 
 ROWS, COLUMNS = Layout.of([4], [0, -1]), Layout.of([4], [-1, 0])
 FULL = numbers({"w": (8, 8), "moments.w": (8, 8), "b": (8,)})
@@ -53,28 +52,12 @@ def test_a_plan_is_told_before_anything_is_read(source: reshard.Checkpoint, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_tensors_alike_share_everything(source: reshard.Checkpoint) -> None:
-    plan = reshard.plan(source, Strategy.of({"w": COLUMNS, "moments.w": COLUMNS, "b": Layout.of([4], [0])}))
-    by_name = {each.name: each for each in plan._record.transfers}
-    assert by_name["w"].recipe is by_name["moments.w"].recipe
-    assert by_name["w"].route is by_name["moments.w"].route
-    assert len({id(file.layout) for file in plan._record.files}) == 1
-
-
 def test_some_ranks_read_no_more_than_their_rows_need(source: reshard.Checkpoint) -> None:
     plan = reshard.plan(source, SOURCE, ranks=[2])
     assert [file.rank for file in plan._record.files] == [2]
     assert plan.stats.bytes_needed == plan.stats.bytes_read == (16 + 16 + 8) * 4 + 4
     columns = Strategy.of({"w": COLUMNS, "moments.w": COLUMNS, "b": Layout.of([4], [-1])})
     assert reshard.plan(source, columns, ranks=[2]).stats.read_amplification > 1  # whole rows are read for a column
-
-
-# --- the table of DESIGN section 4 ---
-
-
-def test_named_by_both_a_rank_gets_its_block(source: reshard.Checkpoint) -> None:
-    plan = reshard.plan(source, SOURCE)
-    assert plan._record.blocks(1)["w"].block == Block((2, 0), (4, 8))
 
 
 def test_named_for_another_stage_a_rank_gets_nothing(source: reshard.Checkpoint) -> None:
@@ -121,13 +104,6 @@ def test_no_target_strategy_means_one_rank_of_whole_tensors(source: reshard.Chec
     assert_rank_files(tmp_path / "out", {**FULL, "global_step": np.array(7, np.int32)}, None)
 
 
-def test_no_source_strategy_means_whole_tensors_and_copies(tmp_path: Path) -> None:
-    path = write_file(tmp_path / "whole.ckpt", {**FULL, "global_step": np.array(7, np.int32)}, "ckpt")
-    plan = reshard.plan(reshard.open(path), Strategy.of({"w": ROWS, "moments.w": ROWS}))
-    assert plan.format == "ckpt"
-    assert plan._record.blocks(3)["b"].block == Block((0,), (8,))  # no layout on either side: a copy
-
-
 def test_copies_that_differ_come_from_the_rank_that_the_rule_says(tmp_path: Path) -> None:
     for rank in range(4):
         tensors = {**blocks(FULL, SOURCE, rank), "loss_scale": np.array(rank, np.float32)}
@@ -142,14 +118,6 @@ def test_copies_that_differ_come_from_the_rank_that_the_rule_says(tmp_path: Path
         values[rank] = float(out["loss_scale"].compute())
     # Target rank r reads w from source rank r // 2, and b (replicated) from rank 0; r mod 4 is read only where equal.
     assert values == {0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0, 6: 0, 7: 3}
-
-
-def test_optimizer_states_are_known_by_their_names() -> None:
-    names = ["layers.0.w", "adam_m.layers.0.w", "accu_grads.anything", "layers.0.w2"]
-    assert set(optimizer_states(names)) == {"adam_m.layers.0.w", "accu_grads.anything"}
-
-
-# --- what is refused ---
 
 
 def test_a_layout_that_does_not_fit_names_tensor_dimension_and_sizes(source: reshard.Checkpoint) -> None:
@@ -195,9 +163,6 @@ def test_unknown_ranks_and_formats(source: reshard.Checkpoint) -> None:
         reshard.plan(source, SOURCE, ranks=[1, 4, 9])
     with refused(UsageError, "unknown-format", "'pickle'"):
         reshard.plan(source, SOURCE, to="pickle")
-
-
-# --- shape of the work ---
 
 
 def test_tasks_are_few_and_fat(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from samples import examples, sampled
 
 import reshard
 from reshard import Layout, Selection, Strategy
-from reshard.core.model.digests import index_digests, pages_digest
+from reshard.core.model.digests import pages_digest
 from reshard.core.model.entries import ShardFiles, SomeFiles
 from reshard.core.plan.make import plan_convert
 from reshard.core.plan.plan import plan_digest
@@ -271,9 +270,6 @@ def test_a_plan_of_many_tensors_is_small(tmp_path: Path) -> None:
     assert (tmp_path / "plan.json").stat().st_size < 150 * len(names) + 200 * len(plan._record.source.files)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
-
-
 def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_bytes())
     change(content)
@@ -283,11 +279,6 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def source_in(content: dict[str, Any]) -> dict[str, Any]:
     source: dict[str, Any] = content["provenance"]["source"]
     return source
-
-
-def strategy_in(content: dict[str, Any]) -> dict[str, Any]:
-    strategy: dict[str, Any] = content["provenance"]["target"]["strategy"]
-    return strategy
 
 
 def refuse(path: Path, kind: type[ReshardError], code: str, *places: str, **reading: Any) -> None:
@@ -367,126 +358,6 @@ def test_what_cannot_be_saved(root: Path, plan: reshard.Plan, tmp_path: Path) ->
     assert not (tmp_path / "plan.json").exists()
 
 
-HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a version to come": (lambda c: c.update(reshard_plan=4), "of version 4; this reshard reads version 3; plan again"),
-    "a version that is none": (lambda c: c.update(reshard_plan="1"), "of version '1'"),
-    "no version": (lambda c: c.pop("reshard_plan"), r"has no key 'reshard_plan'; expected what `reshard plan"),
-    "an unknown key": (
-        lambda c: c["provenance"]["target"].update(more=1),
-        r"\$\.provenance\.target has 'more', which is not known",
-    ),
-    "a missing key": (lambda c: source_in(c).pop("files"), r"\$\.provenance\.source has no 'files'"),
-    "a path out of the source": (
-        lambda c: source_in(c)["files"][0].__setitem__(1, "../../etc/passwd"),
-        r"files\[0\]\[1\] is '\.\./\.\./etc/passwd'; expected a path that stays below its directory",
-    ),
-    "an absolute path": (lambda c: source_in(c)["files"][0].__setitem__(1, "/etc/passwd"), "stays below"),
-    "a null byte": (lambda c: source_in(c)["files"][0].__setitem__(1, "a\0b"), "without a line break"),
-    "a target elsewhere": (lambda c: c.update(directory="../x"), "stays below"),
-    "an absolute target": (lambda c: c.update(directory="/x"), "stays below"),
-    "half a surrogate pair": (lambda c: source_in(c).update(root="\ud800"), "expected text"),
-    "a root with a line break": (lambda c: source_in(c).update(root="a\nerror: no"), "without a line break"),
-    "a path with a line break": (lambda c: source_in(c)["files"][0].__setitem__(1, "a\nb"), "without a line break"),
-    "a notice of two lines": (lambda c: c.update(warnings=["a\u2028b"]), "without a line break"),
-    "a negative size": (lambda c: source_in(c)["files"][0].__setitem__(2, -1), "is -1; expected a whole number"),
-    "a size of 2^64": (lambda c: source_in(c)["files"][0].__setitem__(2, 1 << 64), "expected a whole number"),
-    "a float": (lambda c: source_in(c)["files"][0].__setitem__(2, 1.0), r"is 1\.0; expected a whole number"),
-    "true for a number": (lambda c: c.update(memory=True), "expected a whole number"),
-    "a header that is not listed": (lambda c: source_in(c)["files"][0].__setitem__(3, 9), "of rank 0 and header 9"),
-    "an absurd rank": (lambda c: source_in(c)["files"][-1].__setitem__(0, 1 << 40), "which cannot be"),
-    "ranks in disorder": (lambda c: source_in(c)["files"].reverse(), "not in the order of their ranks"),
-    "a file twice": (lambda c: source_in(c)["files"].append(source_in(c)["files"][-1]), "one is there twice"),
-    "no files": (lambda c: source_in(c).update(files=[]), r"\$\.provenance\.source\.files is empty"),
-    "an unknown format": (lambda c: c["files"].update(to="shell"), r"\$\.files\.to: unknown format 'shell'"),
-    "other fields": (lambda c: c["files"].update(fields=[1]), r"files\.fields is \[1\]; expected an object"),
-    "a set of no size": (
-        lambda c: c["files"].update(to="mindspore", fields={"max_shard_size": 0}), "expected at least 1",
-    ),
-    "a file name elsewhere": (lambda c: c["files"].update(fields={"name": "../x"}), "leads out of"),
-    "a prefix elsewhere": (lambda c: c["files"].update(fields={"prefix": "../x"}), "cannot be part of a file name"),
-    "billions of ranks": (
-        lambda c: strategy_in(c).update(stages=[0, 1 << 40]),
-        r"a strategy of 4 devices in stages 0 to \d+ is impossible",
-    ),
-    "no stage": (lambda c: strategy_in(c).update(stages=[1, 1]), "is impossible"),
-    "no devices": (lambda c: strategy_in(c).update(devices=0), "is impossible"),
-    "other devices": (lambda c: strategy_in(c).update(devices=8), "is not for its 8 devices"),
-    "an absurd device matrix": (
-        lambda c: strategy_in(c)["layouts"][0].__setitem__(0, [1 << 50]),
-        "131072 devices",
-    ),
-    "an axis out of range": (
-        lambda c: strategy_in(c)["layouts"][0].__setitem__(1, [[7], []]),
-        r"tensor_map\[0\] is 7; expected",
-    ),
-    "places that are not there": (
-        lambda c: strategy_in(c)["tensors"].update(b=99),
-        "has places that are not listed",
-    ),
-    "a layout that is not there": (
-        lambda c: strategy_in(c)["places"][0][0].__setitem__(1, 99),
-        "in stage 0 with layout 99, which are not there",
-    ),
-    "a stage that is not there": (lambda c: strategy_in(c)["places"][0][0].__setitem__(0, 3), "in stage 3"),
-    "no place": (lambda c: strategy_in(c)["places"].append([]), "is in no stage"),
-    "expanded to nothing": (
-        lambda c: strategy_in(c)["places"][0][0].__setitem__(3, True),
-        "is expanded to a shape that its layout does not fit",
-    ),
-    "a name map that takes for ever": (
-        lambda c: c["provenance"]["selection"].update(names={"*a*a*a*a*a*a*a*a*a*b": "x"}),
-        "has more than 8 stars, or two next to each other",
-    ),
-    "an unknown dtype": (
-        lambda c: c["provenance"]["selection"].update(cast={"float32": "float3"}),
-        "unknown dtype 'float3'",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_plan_file_is_refused(kind: str, saved: Path, tmp_path: Path) -> None:
-    change, message = HOSTILE[kind]
-    changed(saved, change)
-    before = tree(tmp_path)
-    with refused(PlanError, "not-a-plan", saved) as caught:
-        read(saved)
-    assert re.search(message, str(caught.value))
-    assert "\n" not in caught.value.message
-    assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", ("not-a-plan", "plan.json")),
-        (b"\xff\xfe\x00", ("not-a-plan",)),
-        (b"[1]", ("not-a-plan", "'reshard_plan'")),
-        (b"[" * 100_000, ("not-a-plan",)),
-        (b'{"reshard_plan": 3, "reshard_plan": 3}', ("not-a-plan", "'reshard_plan'")),
-        (b'{"reshard_plan": ' + b"1" * 5000 + b"}", ("not-a-plan",)),
-        (b'{"reshard_plan": 3, "files": []}', ("not-a-plan", "'digest'")),
-    ],
-)
-def test_what_is_not_a_plan_file_is_refused(content: bytes, message: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_bytes(content)
-    with refused(PlanError, *message):
-        read(tmp_path / "plan.json")
-
-
-def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with (tmp_path / "large.json").open("wb") as file:
-        file.truncate(1 << 40)
-    expected = {
-        "nothing.json": ("not-found", "nothing.json"),
-        ".": ("not-a-file", tmp_path),
-        "large.json": ("too-large", "large.json", "268435456"),
-    }
-    for name, message in expected.items():
-        with refused(PlanError, *message):
-            read(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -545,50 +416,18 @@ def test_any_change_is_refused_or_harmless(tmp_path_factory: pytest.TempPathFact
         shutil.rmtree(folder)
 
 
-# --- digests ----------------------------------------------------------------------------------------------------
-
-
-def test_a_header_digest_is_of_all_that_the_header_says(root: Path) -> None:
-    index = reshard.open(root, strategy=SOURCE)._record.files[0].index
-    entry = index.entries["note"]
-    others = [
-        index._replace(format="ckpt"),
-        index._replace(crc=1),
-        index._replace(deduplicated=True),
-        index._replace(metadata=(("a", "b"),)),
-        index._replace(unreadable=(("a", "b"),)),
-        index._replace(entries={**index.entries, "note": entry._replace(text="other")}),
-        index._replace(entries={**index.entries, "note": entry._replace(shape=(1,))}),
-        index._replace(entries={**index.entries, "note": entry._replace(runs=((1, 2),))}),
-        index._replace(entries=dict(reversed(index.entries.items()))),
-    ]
-    (own,), (copy,) = (index_digests([one]) for one in (index, index._replace(entries=dict(index.entries))))
-    assert len({own, *(digest for one in others for digest in index_digests([one]))}) == 1 + len(others)
-    assert copy == own
-
-
 def test_pages_are_spread_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    size = 1_000_000
-    path.write_bytes(bytes(size))
-    before = pages_digest(str(path))
-    found = 0
-    for at in range(0, size, 1000):
-        content = bytearray(size)
-        content[at] = 1
-        path.write_bytes(content)
-        found += pages_digest(str(path)) != before
-    assert 12 <= found <= 20  # four pages of 4,096 bytes
-    path.write_bytes(bytes(size - 1) + b"1")
-    assert pages_digest(str(path)) != before
-    small = bytearray(50_000)
-    path.write_bytes(small)
-    before = pages_digest(str(path))
-    for at in range(0, len(small), 5_000):
-        path.write_bytes(small[:at] + b"1" + small[at + 1 :])
-        assert pages_digest(str(path)) != before  # all of a small file counts
-    path.write_bytes(b"")
-    assert pages_digest(str(path)) == pages_digest(str(path))
+    found = {}
+    for size in (50_000, 200_000):  # all of a small file counts, and four pages of 4,096 bytes
+        path.write_bytes(bytes(size))
+        before = pages_digest(str(path))
+        found[size] = 0
+        for at in [*range(0, size, 1000), size - 1]:
+            path.write_bytes(bytes(at) + b"1" + bytes(size - at - 1))
+            found[size] += pages_digest(str(path)) != before
+    assert found[50_000] == 51
+    assert 13 <= found[200_000] <= 21
 
 
 def test_the_target_that_is_named_is_not_a_part_of_the_plan(plan: reshard.Plan, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import re
@@ -30,12 +29,11 @@ from reshard import Layout, Strategy
 from reshard.core.plan import budget
 from reshard.core.plan import partition as tasks_of
 from reshard.core.plan.plan import file_digests
-from reshard.core.run import executor, graph, tasks
+from reshard.core.run import executor, tasks
 from reshard.core.run.clusters import connect, waking, workers
 from reshard.core.run.settings import TaskOptions
 from reshard.core.storage.local import _LocalSink
 from reshard.core.storage.page_cache import cache_of
-from reshard.core.storage.threads import live_runs
 from reshard.errors import ReshardError, SourceError, TargetError
 
 if TYPE_CHECKING:
@@ -142,32 +140,6 @@ def test_a_cluster_is_refused_before_anything_is_replaced(made: reshard.Plan, tm
         with client_of(one.address, 1) as client, refused(SourceError, "not-found", "worker tcp://"):
             plan.run(url, client=client, restart=True)
     assert get(url) == before
-
-
-def test_a_collection_computed_on_a_cluster(
-    made: reshard.Plan, expected: dict[str, bytes], wired: tuple[Wire, Any], tmp_path: Path
-) -> None:
-    collection = made.graph(tmp_path / "out")
-    report = wired[1].compute(collection).result()
-    assert report.bytes_written == made.stats.bytes_written
-    assert tree(tmp_path / "out") == expected
-
-
-def test_dask_does_not_walk_through_the_plan(
-    made: reshard.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To tell graphs apart client and scheduler would do so, which takes 8 s where 2,000 tensors go to 6 ranks."""
-    from dask.base import tokenize
-
-    def walked(_plan: reshard.Plan) -> str:
-        raise AssertionError
-
-    monkeypatch.setattr(reshard.Plan, "__dask_tokenize__", walked, raising=False)
-    with pytest.raises(AssertionError):
-        tokenize(made)
-    work = graph.Graph(made._record, str(tmp_path / "a"), TaskOptions(multi_process=True)).work()
-    other = graph.Graph(made._record, str(tmp_path / "b"), TaskOptions(multi_process=True)).work()
-    assert tokenize(work) == tokenize(pickle.loads(pickle.dumps(work))) != tokenize(other)  # noqa: S301 -- our own
 
 
 def test_workers_of_one_machine_sync_at_the_end(
@@ -400,43 +372,6 @@ def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_pat
         pass
 
 
-def test_the_command_on_a_local_cluster(made: reshard.Plan, expected: dict[str, bytes], tmp_path: Path) -> None:
-    reshard.write_strategy(BEFORE, tmp_path / "before.ckpt")
-    reshard.write_strategy(AFTER, tmp_path / "after.ckpt")
-    command = [
-        sys.executable, "-m", "reshard", "convert", made._record.source.root, "out",
-        "--source-strategy", "before.ckpt", "--target-strategy", "after.ckpt",
-    ]  # fmt: skip
-    done = subprocess.run([*command, "--cluster", "local:2"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "cluster: 2 workers; dashboard: http://127.0.0.1:" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert tree(tmp_path / "out") == expected
-    done = subprocess.run([*command, "--cluster", "local:0"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "'local:0'" in done.stderr
-    done = subprocess.run(
-        [*command, "--cluster", "tcp://h:1", "--cluster", "threads"], cwd=tmp_path, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "--cluster" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_run_that_is_given_up_settles() -> None:
-    live_runs.add("one", 1)
-    try:
-        with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(workers.settled("one"), 0.2))
-        asyncio.run(asyncio.wait_for(workers.settled("another"), 1))
-        with refused(ReshardError, "cancelled"):
-            live_runs.check_cancelled("one")
-    finally:
-        live_runs.add("one", -1)
-    asyncio.run(asyncio.wait_for(workers.settled("one"), 1))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["tensor", "file"])
 def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, partition: str) -> None:
@@ -504,37 +439,6 @@ def test_a_worker_that_comes_late_is_waited_for(made: reshard.Plan, expected: di
         threading.Timer(2, one.add_worker).start()
         assert made.run(tmp_path / "out", client=client).bytes_written == made.stats.bytes_written
     assert tree(tmp_path / "out") == expected
-
-
-def note_looks(dask_scheduler: Any) -> None:
-    """On the scheduler: note what makes it look at its queue."""
-    real = dask_scheduler.stimulus_queue_slots_maybe_opened
-    dask_scheduler.looks = []
-
-    def noted(*, stimulus_id: str) -> None:
-        dask_scheduler.looks.append(stimulus_id)
-        real(stimulus_id=stimulus_id)
-
-    dask_scheduler.stimulus_queue_slots_maybe_opened = noted
-
-
-def looks_after_losses(dask_scheduler: Any) -> int:
-    """On the scheduler: how often it looked at its queue because a worker was lost."""
-    return sum(stimulus.startswith("handle-worker-cleanup") for stimulus in dask_scheduler.looks)
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_computes_a_graph_looks_at_its_queue_when_it_loses_a_worker(
-    made: reshard.Plan, tmp_path: Path
-) -> None:
-    """No client of this program waits for the graph, which could wake it."""
-    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
-        client.compute(made.graph(tmp_path / "out")).result()
-        client.run_on_scheduler(note_looks)
-        one.workers[0].kill()
-        while len(client.nthreads()) == 2:
-            time.sleep(0.02)
-        assert client.run_on_scheduler(looks_after_losses) == 1
 
 
 def slow_sums() -> None:

@@ -1,4 +1,4 @@
-"""The graph of a plan as a dask collection: layers, annotations, copies, and refusals, on threads and on a cluster."""
+"""The graph of a plan as a dask collection, whose small tasks are joined for clusters, on threads and on a cluster."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import dask
 import pytest
 from checkpoints import numbers, tree, write_ranks
+from clusters import client_of, cluster
 from dask.graph_manipulation import bind, clone
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from refusals import refused
@@ -14,11 +15,18 @@ from remotes import get
 
 import reshard
 from reshard import Layout, Strategy
+from reshard.core.plan import budget, partition
+from reshard.core.plan.uploads import sending
+from reshard.core.run import graph
+from reshard.core.run.settings import TaskOptions
 from reshard.errors import ChangedError, TargetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from reshard.core.plan.plan import Plan
+
 
 distributed = pytest.importorskip("distributed")
 
@@ -70,26 +78,8 @@ def test_a_layer_for_each_stage(made: reshard.Plan, tmp_path: Path) -> None:
     assert [name.split("-")[1] for name in by_file.layers][1] == "files"
 
 
-def test_chunks_of_assigned_arrays_are_a_layer(tmp_path: Path) -> None:
-    import dask.array as da
-    import numpy as np
-
-    values = np.arange(6 * 8, dtype=np.float32).reshape(6, 8)
-    array = da.from_array(values, chunks=(2, 8)) + 1
-    rows = Strategy.of({"w": Layout.of([2], [0, -1])})
-    source = reshard.open(write_ranks(tmp_path / "src", {"w": values}, rows), strategy=rows)
-    graph = reshard.plan(source.assign({"w": array})).graph(tmp_path / "out")
-    graph.dask.validate()
-    layers = {name.split("-")[1]: layer for name, layer in graph.dask.layers.items()}
-    assert {(array.name, row, 0) for row in range(3)} <= layers["arrays"].keys()
-    clone(graph).compute()
-    assert np.array_equal(reshard.open(tmp_path / "out")["w"].compute(), values + 1)
-
-
 COMPUTED: dict[str, Callable[[Any, Any], Any]] = {
     "compute": lambda graph, scheduler: graph.compute(scheduler=scheduler),
-    "clone": lambda graph, scheduler: clone(graph).compute(scheduler=scheduler),
-    "optimize": lambda graph, scheduler: dask.optimize(graph)[0].compute(scheduler=scheduler),
     "optimized clone": lambda graph, scheduler: dask.optimize(clone(graph))[0].compute(scheduler=scheduler),
     "persist": lambda graph, scheduler: dask.persist(graph, scheduler=scheduler)[0].compute(scheduler=scheduler),
     "with another": lambda graph, scheduler: dask.compute(graph, dask.delayed(1), scheduler=scheduler)[0],
@@ -166,9 +156,9 @@ def test_files_that_exist_are_refused_when_it_is_made(
     made.run(out)
     written = tree(out)
     file = next(iter(expected))
-    for partition in ("tensor", "file"):
+    for by in ("tensor", "file"):
         with refused(TargetError, "already-exists", out, file, "overwrite=True"):
-            made.graph(out, partition=partition)
+            made.graph(out, partition=by)
     assert tree(out) == written
     (out / file).write_bytes(b"foreign")
     with refused(TargetError, "already-exists", out, file):
@@ -203,3 +193,72 @@ def test_what_a_run_refuses_is_refused_when_it_is_made(made: reshard.Plan, tmp_p
     next(source.rglob("*.safetensors")).touch()
     with refused(ChangedError, "source-changed", source):
         changed.graph(tmp_path / "never")
+
+
+LAYERS = numbers({f"layers.{i}.w": (24, 16) for i in range(40)})
+SEVERAL = TaskOptions(multi_process=True)
+
+
+def split(ranks: int, axis: int) -> Strategy:
+    return Strategy.of({name: Layout.of([ranks], [0 if dim == axis else -1 for dim in range(2)]) for name in LAYERS})
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> reshard.Plan:
+    """A plan of 40 tasks, of which at least 8 are left when they are joined."""
+    monkeypatch.setattr(budget, "TASK_BYTES", 1)
+    monkeypatch.setattr(budget, "MOST_TASKS", 40)
+    monkeypatch.setattr(graph, "ENOUGH_TASKS", 8)
+    root = write_ranks(tmp_path / "src", LAYERS, split(8, 0))
+    return reshard.plan(reshard.open(root, strategy=split(8, 0)), split(16, 1))
+
+
+def joined(plan: Plan, options: TaskOptions = SEVERAL) -> Plan:
+    return graph.Graph(plan, "/out", options).plan
+
+
+def test_a_collection_of_joined_tasks(small: reshard.Plan, tmp_path: Path) -> None:
+    small.run(tmp_path / "expected", client="threads")
+    collection = small.graph(tmp_path / "out")
+    assert collection.kinds()["move"] == 8
+    report = collection.compute()
+    assert (report.bytes_read, report.bytes_written) == (small.stats.bytes_read, small.stats.bytes_written)
+    assert tree(tmp_path / "out") == tree(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("format", ["safetensors", "zarr"])
+def test_joined_tasks_at_a_url(small: reshard.Plan, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """A dask scheduler may use several processes."""
+    monkeypatch.setattr(sending, "STREAMS_AT_ONCE", 1)
+    source = reshard.Checkpoint(small._record.source)
+    plan = reshard.plan(source, split(16, 1)) if format == "safetensors" else reshard.plan(source, to="zarr")
+    urls = [f"memory://joined-{format}-{scheduler}" for scheduler in ("threads", "dask")]
+    plan.run(urls[0], client="threads")
+    report = plan.run(urls[1], client=dask.get)
+    assert 8 <= sum(receipt.task.startswith("files") for receipt in report.receipts) < 16
+    assert get(urls[0]) == get(urls[1])
+
+
+@pytest.mark.slow
+def test_joined_tasks_on_a_cluster(small: reshard.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has one receipt; one is lost with the worker that has it."""
+    pytest.importorskip("distributed")
+    monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
+    small.run(tmp_path / "expected", client="threads")
+    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
+        for by in ("tensor", "file"):
+            told: list[Any] = []
+            report = small.run(tmp_path / by, client=client, progress=told.append, partition=by)
+            assert tree(tmp_path / by) == tree(tmp_path / "expected")
+            kinds = [receipt.task.partition(" ")[0] for receipt in report.receipts]
+            assert kinds.count("move") + kinds.count("files") == 8
+            assert report.bytes_written == told[-1].written == told[-1].total == small.stats.bytes_written
+            assert report.manifest()
+
+        def kill(event: Any) -> None:
+            if event.written and one.workers[0].poll() is None:
+                one.workers[0].kill()
+                one.workers[0].wait()
+
+        small.run(tmp_path / "one worker", client=client, progress=kill)
+    assert tree(tmp_path / "one worker") == tree(tmp_path / "expected")

@@ -1,26 +1,32 @@
-"""The ledger: what is noted, which of it is believed, which logs stay, and which receipts make up a block."""
+"""The ledger: what is noted, which of it is believed, which logs stay, and ledgers that lie."""
 
 from __future__ import annotations
 
-import json
+import os
 from array import array
 from typing import TYPE_CHECKING
 
 import pytest
+from checkpoints import tree
 from fsspec.implementations.memory import MemoryFileSystem
-from stopped_runs import small_tasks
+from refusals import refused
+from stopped_runs import TARGET, small_tasks, source
 
+import reshard
+from reshard.core.plan.plan import file_digests
 from reshard.core.records import logs as records
 from reshard.core.records.logs import DIRECTORY, Record, known
 from reshard.core.run.state.ledger import Ledger
 from reshard.core.run.state.sums import longest, sum_of
+from reshard.core.storage.base import unfinished_path
 from reshard.core.storage.crc import crc32c
+from reshard.errors import TargetError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["small_tasks"]  # fixtures, for pytest to find
+__all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
 
 
 def wrote(ranges: Iterable[tuple[int, int, int]]) -> array[int]:
@@ -49,18 +55,6 @@ def test_what_is_noted_is_known(root: str) -> None:
     assert Ledger(root).load(files) == found
 
 
-def test_the_newest_record_of_a_file_counts(root: str) -> None:
-    """Of several runs, which wrote some of the files each."""
-    first, second = Ledger(root), Ledger(root)
-    first.add({file: Record("old", 1, wrote([(0, 1, 1)]), ready=(1, 1)) for file in "ab"})
-    second.load("b")
-    second.add({"b": Record("new", 2, replaces=(1, 1))})
-    found = known(root)
-    assert found.records["a"] == Record("old", 1, wrote([(0, 1, 1)]), ready=(1, 1))
-    assert found.records["b"] == Record("new", 2, replaces=(1, 1))
-    assert [sorted(files) for files in found.logs.values()] == [["a", "b"], ["b"]]
-
-
 def test_a_log_goes_when_another_tells_of_all_its_files(root: str) -> None:
     for number, files in enumerate(["a", "b", "abc"]):
         ledger = Ledger(root)
@@ -79,25 +73,6 @@ def test_what_is_forgotten_is_not_known(root: str) -> None:
     assert known(root).records == {"a": Record("old", 1)}
     old.forget("ab")
     assert known(root).records == {}
-
-
-def test_a_log_of_nothing_goes(root: str) -> None:
-    ledger = Ledger(root)
-    ledger.add({file: Record("digest", 1) for file in "ab"})
-    ledger.forget("c")
-    ledger.forget("a")
-    assert list(known(root).records) == ["b"]
-    ledger.forget("b")
-    assert known(root).logs == {}
-
-
-def test_without_being_kept_it_says_nothing(root: str) -> None:
-    Ledger(root).add({"a": Record("digest", 1)})
-    ledger = Ledger(root, keeps=False)
-    assert ledger.load("a") == {}
-    ledger.add({"a": Record("other", 1)})
-    ledger.forget("a")
-    assert known(root).records == {"a": Record("digest", 1)}
 
 
 def test_at_a_url_its_parts_become_one_object(request: pytest.FixtureRequest) -> None:
@@ -135,15 +110,6 @@ def test_a_copy_made_of_links_stays_as_it_is(tmp_path: Path) -> None:
     assert known(str(tmp_path)).records["a"].ready == (1, 1)
 
 
-def test_notes_of_many_ranges_are_lines_of_a_length_that_is_read(tmp_path: Path) -> None:
-    ledger = Ledger(str(tmp_path))
-    ranges = [(4096 * number, 4096, 0xFFFFFFFF - number) for number in range(10_000)]
-    ledger.add({"a": Record("digest", 1 << 40, wrote(ranges[:9000]))})
-    ledger.add({"a": Record(wrote=wrote(ranges[9000:]))})
-    assert list(known(str(tmp_path)).records["a"].ranges) == ranges
-    assert max(map(len, logs(tmp_path)[0].read_text().splitlines())) < records._LONGEST_LINE / 4
-
-
 @pytest.mark.parametrize("limit", ["_MOST_RANGES", "_MOST_BYTES"])
 def test_what_is_noted_beyond_a_limit_is_not_known(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(str(tmp_path))
@@ -154,15 +120,6 @@ def test_what_is_noted_beyond_a_limit_is_not_known(limit: str, tmp_path: Path, m
     found = known(str(tmp_path)).records["a"]
     assert 0 < len(found.wrote) < 27
     assert found.digest == "digest"
-
-
-@pytest.mark.parametrize("some", [[-1, 4, 0], [0, 0, 0], [0, 4, -1], [0, 4, 1 << 32], [1 << 63, 4, 0], [0, 4]])
-def test_what_is_not_a_range_is_passed_by(some: list[int], tmp_path: Path) -> None:
-    ledger = Ledger(str(tmp_path))
-    ledger.add({"a": Record("digest", 100, wrote([(0, 1, 0)]))})
-    with logs(tmp_path)[0].open("a") as file:
-        file.write(json.dumps({"file": "a", "wrote": [[1, 1, 1], some], "ready": [1, 1]}) + "\n")
-    assert known(str(tmp_path)).records["a"] == Record("digest", 100, wrote([(0, 1, 0)]))
 
 
 @pytest.mark.parametrize(
@@ -176,3 +133,51 @@ def test_the_longest_ranges_make_up_a_block() -> None:
     content = bytes(range(20))
     wrote = [(b, n, crc32c(content[b : b + n])) for b, n in ((0, 3), (0, 5), (3, 4), (5, 5), (12, 8))]
     assert sum_of([(0, 10), (12, 8)], longest(wrote)) == crc32c(content[:10] + content[12:])
+
+
+HEAD_OF_LOG = b'{"reshard": 1}\n'
+BEGUN_LOG = HEAD_OF_LOG + b'{"file": "FILE", "digest": "DIGEST", "size": SIZE}\n'
+
+LINES = [
+    b"", b"\n\n", b"{", b"null\n", b"[]\n", b"\xff\xfe\n", b"{}\n" * 1000, b"[" * 100_000,
+    b'{"reshard": 2}\n{"file": "FILE", "digest": "DIGEST", "size": SIZE}\n',
+    HEAD_OF_LOG,
+    b'{"file": "FILE", "digest": "DIGEST", "size": SIZE}\n',
+    HEAD_OF_LOG + b'{"file": ["FILE"], "digest": "DIGEST", "size": SIZE}\n{"file": {}}\n{"file": "FILE"}\n',
+    HEAD_OF_LOG + b'{"file": "../../outside", "digest": "DIGEST", "size": SIZE}\n',
+    HEAD_OF_LOG + b'{"file": "FILE", "digest": "DIGEST"}\n',
+    HEAD_OF_LOG + b'{"file": "FILE", "wrote": [[0, 8, 0]]}\n',
+    HEAD_OF_LOG + b'{"file": "FILE", "digest": {"a": 1}, "size": 1}\n',
+    HEAD_OF_LOG + b'{"file": "FILE", "digest": "DIGEST", "size": SIZE, "replaces": 3}\n',
+    HEAD_OF_LOG + b'{"file": "FILE", "digest": "DIGEST", "size": SIZE, "rank": -1}\n',
+    b'{"reshard": 1, "made": "../../outside"}\n{"file": "FILE", "digest": "DIGEST", "size": SIZE}\n',
+    BEGUN_LOG + b'{"file": "FILE", "wrote": [[0, 1e400, 0]]}\n',
+    BEGUN_LOG + b'{"file": "FILE", "wrote": [[1e400, 1, 0]]}\n{"file": "FILE", "ready": [NaN, 0]}\n',
+    BEGUN_LOG + b'{"file": "FILE", "wrote": [[-8, 16, 0], [0, 99999999999999999999, 0], [0, 0, 0]]}\n',
+    BEGUN_LOG + b'{"file": "FILE", "wrote": [[0, ' + b"9" * 5000 + b", 0]]}\n",
+    BEGUN_LOG + b'{"file": "FILE", "wrote": {"a": 1}}\n{"file": "FILE", "wrote": "abc"}\n',
+    BEGUN_LOG + b'{"file": "FILE", "wrote": [[0, SIZE, 1]]}\n',
+    BEGUN_LOG + b'{"file": "FILE", "ready": [SIZE, 0]}\n',
+    BEGUN_LOG + b'{"file": "FILE", "ready": [SIZE, 0]}\n{"file": "FILE", "ready": 7}\n',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", LINES, ids=lambda content: content[-90:].decode("ascii", "replace"))
+def test_a_ledger_that_lies(source: reshard.Checkpoint, tmp_path: Path, content: bytes) -> None:
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "undisturbed")
+    directory = tmp_path / "out" / DIRECTORY
+    directory.mkdir(parents=True)
+    for number, (file, digest) in enumerate(zip(plan._record.files, file_digests(plan._record), strict=True)):
+        size = str(file.layout.size).encode()
+        lines = content.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size).replace(b"FILE", file.path.encode())
+        (directory / f"0000000{number}-0123abcd.jsonl").write_bytes(lines)
+        partial = tmp_path / "out" / unfinished_path(file.path, digest)
+        partial.parent.mkdir(exist_ok=True)
+        partial.write_bytes(os.urandom(file.layout.size))
+    if b'"reshard": 2' in content or (b'"digest": {' in content and b"size" in content):
+        with refused(TargetError, "other-run", "restart=True"):
+            plan.run(tmp_path / "out")
+        plan.run(tmp_path / "out", restart=True)
+    plan.run(tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")

@@ -1,28 +1,34 @@
-"""Locks: two runs never write one file, in two processes or in one."""
+"""Locks: two runs never write one file, in two processes or in one; at URLs they are objects with time stamps."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import fsspec
 import pytest
 from checkpoints import assert_rank_files, tree
 from refusals import refused
+from remotes import get
 from stopped_runs import FULL, TARGET, small_tasks, source
 
 import reshard
+from reshard.core.records.logs import DIRECTORY
 from reshard.core.run.state import locks
-from reshard.core.run.state.locks import LockFile
+from reshard.core.run.state.locks import LockFile, LockObjects
 from reshard.errors import TargetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 __all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
+
 
 _HOLD = """
 import sys
@@ -87,24 +93,34 @@ def test_locks_of_another_process(
     assert_rank_files(tmp_path / "out", FULL, TARGET)
 
 
-def test_two_runs_of_one_process(source: reshard.Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["local", "memory", "s3"])
+def test_two_runs_of_one_process(
+    source: reshard.Checkpoint, tmp_path: Path, where: str, request: pytest.FixtureRequest
+) -> None:
     """One begins in the middle of the other: of the same files it is refused, of another rank's it succeeds."""
+    out = str(tmp_path / "out")
+    if where != "local":
+        out = f"{request.getfixturevalue('bucket') if where == 's3' else 'memory://two-runs'}/out"
     plan = reshard.plan(source, TARGET, ranks=[0])
     other = reshard.plan(source, TARGET, ranks=[1])
     errors = []
 
     def progress(_: object) -> None:
         if not errors:
-            with refused(TargetError, "locked", tmp_path / "out") as caught:
-                reshard.plan(source, TARGET, ranks=[0]).run(tmp_path / "out")
-            errors.append(caught.value)
-            thread = threading.Thread(target=other.run, args=(tmp_path / "out",))
+            for ledger in (True, False):
+                with refused(TargetError, "locked", out) as caught:
+                    reshard.plan(source, TARGET, ranks=[0]).run(out, ledger=ledger, overwrite=True)
+                errors.append(caught.value)
+            thread = threading.Thread(target=other.run, args=(out,))
             thread.start()
             thread.join()
 
-    plan.run(tmp_path / "out", progress=progress)
+    plan.run(out, progress=progress)
     assert errors
-    assert_rank_files(tmp_path / "out", FULL, TARGET)
+    assert reshard.plan(source, TARGET).run(out).finished == 2
+    plan.run(tmp_path / "expected")
+    other.run(tmp_path / "expected")
+    assert (tree(tmp_path / "out") if where == "local" else get(out)) == tree(tmp_path / "expected")
 
 
 def test_locks_are_taken_while_others_remove_the_lock_file(tmp_path: Path) -> None:
@@ -133,13 +149,92 @@ def test_locks_are_taken_while_others_remove_the_lock_file(tmp_path: Path) -> No
     assert not failures
 
 
-def test_locks_do_not_travel(tmp_path: Path) -> None:
-    import pickle
+@pytest.fixture(autouse=True)
+def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test takes and leaves, as a run that goes on does, is given up at its end: it has a thread."""
+    made: list[LockObjects] = []
+    take = LockObjects.take
 
-    one = LockFile(str(tmp_path / "out"))
-    one.take(["a"])
-    pickle.loads(pickle.dumps(one)).release()  # noqa: S301 -- our own
-    with refused(TargetError, "locked", tmp_path / "out"):
-        LockFile(str(tmp_path / "out")).take(["a"])
-    one.release()
-    assert not (tmp_path / "out").exists()
+    def noted(self: LockObjects, files: Sequence[str]) -> None:
+        made.append(self)
+        take(self, files)
+
+    monkeypatch.setattr(LockObjects, "take", noted)
+    yield
+    for one in made:
+        one.release()
+
+
+def objects(root: str) -> list[str]:
+    fs, path = fsspec.core.url_to_fs(f"{root}/{DIRECTORY}")
+    fs.invalidate_cache()
+    return [name for name in fs.find(path) if "/lock-" in name] if fs.exists(path) else []
+
+
+def rewritten(root: str, **changes: Any) -> str:
+    """Change what the one lock of a target says."""
+    fs, _ = fsspec.core.url_to_fs(root)
+    (name,) = objects(root)
+    fs.pipe_file(name, json.dumps(json.loads(fs.cat_file(name)) | changes).encode())
+    return name
+
+
+def test_a_lock_is_refreshed_while_the_run_goes_on(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "REFRESH_SECONDS", 0.01)
+    held = LockObjects(root)
+    held.take(["a"])
+    fs, _ = fsspec.core.url_to_fs(root)
+    (name,) = objects(root)
+    before = json.loads(fs.cat_file(name))
+    deadline = time.monotonic() + 30
+    while (now := json.loads(fs.cat_file(name))) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert now["time"] > before["time"]
+    assert now | {"time": 0} == before | {"time": 0}
+    held.release()
+    assert objects(root) == []
+
+
+def test_the_lock_of_a_process_that_has_ended_here_counts_for_nothing(bucket: str) -> None:
+    script = f"""
+import os
+from reshard.core.run.state.locks import LockObjects
+LockObjects({bucket!r}).take(['a'])
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 9
+    assert len(objects(bucket)) == 1
+    held = LockObjects(bucket)
+    held.take(["a"])
+    assert len(objects(bucket)) == 1
+    held.release()
+
+
+@pytest.mark.parametrize("elsewhere", [{"machine": "another"}, {"began": 0}])
+def test_a_stale_lock_is_reported_and_overridden_by_removing_it(root: str, elsewhere: dict[str, Any]) -> None:
+    """Of another machine nobody can know whether a process has ended, nor where the system does not say."""
+    LockObjects(root).take(["a", "b"])
+    rewritten(root, host="far\n", process=7, **elsewhere)
+    with refused(TargetError, "locked", "writes a of", root, r"process 7 on 'far\n'"):
+        LockObjects(root).take(["a", "c"])
+    name = rewritten(root, time=time.time() - 3600)
+    with refused(TargetError, "stale-lock", "60 minutes", f"{root}/{DIRECTORY}/{name.rpartition('/')[2]}"):
+        LockObjects(root).take(["b"])
+    assert objects(root) == [name]
+    LockObjects(root).take(["c"])
+    fsspec.core.url_to_fs(root)[0].rm_file(name)
+    LockObjects(root).take(["a"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"files": ["a"]}', b"[" * 100_000, b'{"time": 1e400, "files": [{}], "host": 1}',
+     b'{"time": "x", "host": "", "machine": "", "process": 1, "began": 1, "files": ["a"]}'],
+)  # fmt: skip
+def test_a_lock_that_lies_is_nobodys(root: str, content: bytes) -> None:
+    fs, path = fsspec.core.url_to_fs(f"{root}/{DIRECTORY}/lock-0123.json")
+    fs.pipe_file(path, content)
+    held = LockObjects(root)
+    held.take(["a"])
+    held.release()

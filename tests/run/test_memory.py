@@ -100,24 +100,16 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 
 CAST = ["--cast", "bfloat16=float32"]
 RUNS = {
-    "same axis, 1 thread": ("large", "four", "--threads", "1"),
-    "same axis, 2 threads": ("large", "four", "--threads", "2"),
     "same axis, 4 threads": ("large", "four", "--threads", "4"),
-    "columns": ("large", "columns"),
-    "columns, 1 thread": ("large", "columns", "--threads", "1"),
     "columns, 4 threads": ("large", "columns", "--threads", "4"),
     "many columns": ("large", "many", "--threads", "4"),
-    "cast": ("large", "four", "--threads", "4", *CAST),
     "columns and cast": ("large", "columns", "--threads", "4", *CAST),
     "optimizer": ("large", "optimizer", "--threads", "4"),
-    "ckpt": ("ckpt", "columns", "--threads", "4"),
     "ckpt to safetensors": ("ckpt", "four", "--threads", "4", "--to", "safetensors"),
     "unify": ("large", None, "convert", "--to=mindspore", "--threads", "4"),
     "convert": ("large", None, "convert", "--to", "ckpt", "--threads", "4"),
-    "replicas": ("large", "replicas", "--threads", "4"),
     "remove redundancy": ("large", "replicas", "--threads", "4", "--remove-redundancy"),
     "drop cache": ("large", "columns", "--threads", "4", "--tune=drop-cache=yes"),
-    "5,000 tensors": ("small", "four", "--threads", "4"),
     "5,000 tensors by columns": ("small", "columns", "--threads", "1"),
     "5,000 tensors converted": ("small", None, "convert", "--to", "ckpt"),
     "5,000 tensors to a DCP": ("small", "columns", "--to", "dcp", "--threads", "1"),
@@ -195,50 +187,6 @@ def test_the_least_budget_that_is_named_works_and_a_megabyte_less_does_not(
     assert ran.predicted["peak_memory"] <= least
     again = sources.command(source, target, "--memory", f"{least - 1_000_000}B", *options)
     assert (again.code, match[0] in again.err) == (5, True)
-
-
-@pytest.mark.slow
-def test_an_encrypted_source_is_predicted_too(sources: Sources, tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
-    for rank in range(8):
-        path = tmp_path / "src" / f"rank_{rank}" / "w.ckpt"
-        path.parent.mkdir(parents=True)
-        content = (sources.root / "ckpt" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt").read_bytes()
-        with path.open("wb") as file:
-            file.writelines(reshard.Cipher("AES-CBC", bytes(16)).encrypt([content]))
-    script = """
-import sys, reshard
-source, before, after, out = sys.argv[1:]
-plan = reshard.plan(reshard.open(source, strategy=before, cipher=reshard.Cipher("AES-CBC", bytes(16))),
-                    reshard.read_strategy(after), threads=4)
-plan.run(out, fsync=False)
-print(plan.stats.peak_memory)
-"""
-    files = [str(sources.root / f"ckpt.{name}.ckpt") for name in ("rows", "columns")]
-    took = measured(sys.executable, "-c", script, str(tmp_path / "src"), *files, str(tmp_path / "out"))
-    shutil.rmtree(tmp_path)
-    assert took.code == 0, took.err
-    assert took.peak <= int(took.out) <= 2 * took.peak + 40e6
-
-
-@pytest.mark.parametrize("cast", [{}, {"bfloat16": "float32"}], ids=["as it is", "cast"])
-def test_a_run_by_file_is_predicted_too(sources: Sources, tmp_path: Path, cast: dict[str, str]) -> None:
-    script = """
-import json, sys, reshard
-from reshard.core.plan.partition import partitioned
-source, before, after, out, cast = sys.argv[1:]
-plan = reshard.plan(reshard.open(source, strategy=before), reshard.read_strategy(after), threads=4,
-                    selection=reshard.Selection(cast=json.loads(cast)))
-plan.run(out, fsync=False, partition="file")
-print(partitioned(plan._record, "file", out).stats.peak_memory)
-"""
-    files = [str(sources.root / f"large.{name}.ckpt") for name in ("rows", "four")]
-    given = [str(sources.root / "large"), *files, str(tmp_path / "out"), json.dumps(cast)]
-    took = measured(sys.executable, "-c", script, *given)
-    shutil.rmtree(tmp_path)
-    assert took.code == 0, took.err
-    assert took.peak <= int(took.out) <= 2 * took.peak + 40e6
-    assert took.peak < 90e6
 
 
 def test_what_is_measured_is_not_inherited() -> None:

@@ -63,21 +63,6 @@ def test_stacks_are_prefetched_once(tmp_path: Path, hints: list[Hint], threads: 
     assert sum(end - begin for begin, end in merged(spans)) == total
 
 
-def test_a_few_layers_of_a_stack_are_not(tmp_path: Path, hints: list[Hint]) -> None:
-    """Most of the range would not be used."""
-    path = write_file(tmp_path / "in.safetensors", STACKS)
-    for include, is_prefetched in (("layers.[12].*", False), ("layers.[1-5].*", True)):
-        hints.clear()
-        plan = reshard.plan(reshard.open(path), rules=RULES, to="safetensors", include=include)
-        plan.run(tmp_path / "out", fsync=False, threads=1, overwrite=True)
-        assert bool(hints) == is_prefetched
-
-
-def test_nothing_is_if_the_cache_is_dropped(tmp_path: Path, hints: list[Hint]) -> None:
-    run(tmp_path, drop_cache=True)
-    assert not hints
-
-
 def test_small_reads_that_miss_are_prefetched_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the first is not in the page cache, the others are asked for before it is waited for."""
     asked: list[tuple[int, int]] = []

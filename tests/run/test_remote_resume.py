@@ -17,12 +17,13 @@ from remotes import COLUMNS, FULL, ROWS, at_urls, get, put, records
 from samples import slow
 
 import reshard
-from reshard.core.plan.plan import file_digests
-from reshard.core.records.logs import DIRECTORY
+from reshard import Layout, Strategy
 from reshard.core.run.state import session
+from reshard.core.run.state.locks import LockObjects
+from reshard.core.run.state.session import Session
 from reshard.errors import ChangedError, TargetError, bytes_text
 from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
-from reshard.view.text import report_text
+from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,6 +115,8 @@ _KILLED = """
 import os, signal, sys
 from reshard.core.plan.uploads import sending
 from reshard.core.run.state import session
+from reshard.core.run.state.locks import LockObjects
+from reshard.core.run.state.session import Session
 from faulty import Faults, MonkeyPatch, install
 sending.STREAMS_AT_ONCE, session.FLUSH_SECONDS = 1, 0
 faults = Faults()
@@ -152,106 +155,6 @@ def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Pat
     assert get(f"{bucket}/out") == tree(tmp_path / "out")
 
 
-def test_over_a_finished_target_nothing_is_left_to_do(
-    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str]
-) -> None:
-    plan = reshard.plan(source, COLUMNS)
-    plan.run(f"{root}/out")
-    streamed.clear()
-    for _ in range(2):
-        report = plan.run(f"{root}/out")
-        assert (report.finished, report.bytes_read, report.bytes_written) == (3, 0, 0)
-        assert "nothing is left to do" in report_text(plan._record, report)
-    reshard.plan(source, COLUMNS, ranks=[1]).run(f"{root}/out")
-    assert not streamed
-    plan.run(f"{root}/out", restart=True)
-    assert len(streamed) == 3
-    assert get(f"{root}/out") == undisturbed
-
-
-def test_a_changed_plan_or_source_is_refused(
-    root: str, source: reshard.Checkpoint, streamed: list[str], several_groups: None, tmp_path: Path
-) -> None:
-    reshard.plan(source, COLUMNS).run(f"{root}/out")
-    before = get(f"{root}/out")
-    streamed.clear()
-    other = reshard.plan(source, COLUMNS, selection=reshard.Selection(cast={"float32": "float16"}))
-    with refused(TargetError, "other-run", f"{root}/out", "restart=True"):
-        other.run(f"{root}/out")
-    fs, path = fsspec.core.url_to_fs(source._record.files[0].path)
-    fs.pipe_file(path, fs.cat_file(path)[:-1] + b"x")
-    changed = reshard.plan(reshard.open(f"{root}/src", strategy=ROWS), COLUMNS)
-    with refused(TargetError, "other-run", f"{root}/out", "restart=True"):
-        changed.run(f"{root}/out")
-    assert not streamed
-    assert get(f"{root}/out") == before
-    with pytest.raises(KeyboardInterrupt):
-        changed.run(f"{root}/out", restart=True, client="synchronous", progress=stop_after(1))
-    assert len(get(f"{root}/out")) == 3, "what is not replaced yet is there"
-    streamed.clear()
-    changed.run(f"{root}/out")
-    assert len(streamed) == 2
-    changed.run(tmp_path / "changed")
-    assert get(f"{root}/out") == tree(tmp_path / "changed") != before
-
-
-def test_somebody_elses_file_is_refused(
-    root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], streamed: list[str]
-) -> None:
-    """One that was there, and one that was ours and is another now, though as long."""
-    plan = reshard.plan(source, COLUMNS)
-    name = plan._record.files[1].path
-    fs, path = fsspec.core.url_to_fs(f"{root}/out/{name}")
-    for theirs in (b"theirs", undisturbed[name][:-1] + b"x"):
-        fs.pipe_file(path, theirs)
-        streamed.clear()
-        for options in ({}, {"restart": True}):
-            with refused(TargetError, "already-exists", f"{root}/out", name, "overwrite=True"):
-                plan.run(f"{root}/out", **options)
-        assert not streamed
-        assert get(f"{root}/out")[name] == theirs
-        plan.run(f"{root}/out", overwrite=True)
-        assert get(f"{root}/out") == undisturbed
-    assert streamed == [name]
-
-
-@at_urls(
-    "lines",
-    [b"", b"[]", b"{", b"\xff", b"null", b'{"reshard": 1}', b"[" * 100_000,
-     b'{"reshard": 2}\n{"file": "FILE", "digest": "DIGEST", "size": SIZE, "ready": [SIZE, 1]}',
-     b'{"reshard": 1}\n{"file": "FILE", "digest": "DIGEST", "size": SIZE, "ready": [SIZE, 1]}',
-     b'{"reshard": 1}\n{"file": "FILE", "digest": "DIGEST", "size": 1}',
-     b'{"reshard": 1}\n{"file": "FILE", "digest": "DIGEST", "size": 1e400}'],
-    4,
-)  # fmt: skip
-def test_a_ledger_that_lies(root: str, source: reshard.Checkpoint, undisturbed: dict[str, bytes], lines: bytes) -> None:
-    """A file that is there and of which no record says is anybody's."""
-    plan = reshard.plan(source, COLUMNS)
-    fs, place = fsspec.core.url_to_fs(f"{root}/out")
-    for number, (file, digest) in enumerate(zip(plan._record.files, file_digests(plan._record), strict=True)):
-        size = str(file.layout.size).encode()
-        content = lines.replace(b"DIGEST", digest.encode()).replace(b"SIZE", size)
-        content = content.replace(b"FILE", file.path.encode())
-        fs.pipe_file(f"{place}/{DIRECTORY}/0000000{number}-0123abcd.000000.jsonl", content)
-    name = plan._record.files[0].path
-    fs.pipe_file(f"{place}/{name}", bytes(len(undisturbed[name])))
-    with refused(TargetError, "already-exists", name, "overwrite=True"):
-        plan.run(f"{root}/out")
-    fs.rm_file(f"{place}/{name}")
-    plan.run(f"{root}/out")
-    assert get(f"{root}/out") == undisturbed
-
-
-def test_checksums_are_those_of_a_local_run(root: str, source: reshard.Checkpoint, tmp_path: Path) -> None:
-    plan = reshard.plan(source, COLUMNS)
-    local = plan.run(tmp_path / "out").checksums
-    assert local is not None
-    assert all(local[file.path] for file in plan._record.files)
-    assert plan.run(f"{root}/out").checksums == local
-    assert plan.run(f"{root}/out").checksums == local
-    assert plan.run(f"{root}/other", fsync=False).checksums is None
-
-
 @at_urls(
     "case",
     [
@@ -276,17 +179,6 @@ def test_the_index_of_a_set_is_there_when_all_is(
         assert index not in get(f"{root}/out")
         assert plan.run(f"{root}/out").finished == finished
         assert get(f"{root}/out") == tree(tmp_path / "out")
-
-
-def test_an_older_index_goes_first_without_a_journal_too(
-    root: str, source: reshard.Checkpoint, several_groups: None
-) -> None:
-    plan = reshard.plan(source, to="hf", max_shard_size=9000)
-    plan.run(f"{root}/out", ledger=False)
-    (index,) = (file.path for file in plan._record.files if file.last)
-    with pytest.raises(KeyboardInterrupt):
-        plan.run(f"{root}/out", client="synchronous", ledger=False, overwrite=True, progress=stop_after(1))
-    assert index not in get(f"{root}/out")
 
 
 def test_what_a_group_replaces_stays_until_all_of_it_is_sent(source: reshard.Checkpoint, faults: Faults) -> None:
@@ -344,3 +236,41 @@ def test_on_a_cluster(
     assert len(kept) == report.finished >= 1
     assert sorted(streamed) == sorted(undisturbed.keys() - kept.keys())
     assert get(f"{root}/out") == undisturbed
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("tasks", [slow(1), 3])
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_store_is_resumed(
+    source: reshard.Checkpoint, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, killed: bool,
+    compression: str | None, faults: Faults,
+) -> None:  # fmt: skip
+    """Files of chunks that are complete are not sent again; at the end nothing but the store is there."""
+    monkeypatch.setattr(session, "FLUSH_SECONDS", 0)
+    plan = plan_with(source, files=ZarrGroup(chunk_size=1024, shard_size=0, compression=compression))
+    plan.run(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        if killed:
+            patch.setattr(Session, "failed", lambda *_: None)
+            patch.setattr(LockObjects, "release", lambda locks: locks._ended.set())  # the object stays
+            patch.setattr("reshard.core.run.state.locks._has_ended", lambda _: True)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            plan.run(f"{root}/out", progress=stop_after(tasks), client="synchronous")
+    assert killed or "written and kept; the same command resumes" in caught.value.__notes__[0]
+    kept = get(f"{root}/out")
+    assert "zarr.json" not in kept
+    assert 0 < len(kept) < len(plan._record.files)
+    faults.clear()
+    monkeypatch.setattr("reshard.core.run.state.locks._has_ended", lambda _: True)
+    other = plan_with(
+        source, files=ZarrGroup(chunk_size=1024, shard_size=0, compression=None if compression else "zstd")
+    )
+    with refused(TargetError, "other-run", "restart=True"):
+        other.run(f"{root}/out")
+    report = plan.run(f"{root}/out")
+    sent = [call.path.removeprefix(f"{root}/out/") for call in faults.of("create")]
+    assert sorted(sent) == sorted({file.path for file in plan._record.files} - kept.keys())
+    assert report.finished == len(kept)
+    assert report.resumed + report.bytes_written == plan.stats.bytes_written
+    assert get(f"{root}/out") == tree(tmp_path / "whole")
+    assert not records(f"{root}/out")

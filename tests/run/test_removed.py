@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from itertools import count
@@ -79,37 +78,6 @@ def test_fewer_ranks(source: reshard.Checkpoint, eight: Path, tmp_path: Path, op
     assert plan.run(eight).finished == 4
     reshard.plan(source, ranks(8)).run(eight, overwrite=True)
     assert_rank_files(eight, FULL, ranks(8))
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
-def test_files_that_are_the_same_for_more_or_fewer_ranks(
-    before: int, after: int, source: reshard.Checkpoint, tmp_path: Path
-) -> None:
-    """They are kept, of replicas on every rank; the ledger says of all ranks what they are of."""
-
-    def whole(number: int) -> Strategy:
-        return Strategy.of(dict.fromkeys(SHAPES, Layout.of([number], [-1, -1])))
-
-    out = tmp_path / "out"
-    reshard.plan(source, whole(before)).run(out)
-    reshard.plan(source, whole(after)).run(out, overwrite=True)
-    assert reshard.open(out).strategy == whole(after)
-    verified = reshard.verify(out)
-    assert verified.equal
-    assert verified.complete
-
-
-def test_the_commands_say_so(eight: Path, tmp_path: Path) -> None:
-    reshard.write_strategy(ranks(4), tmp_path / "four.ckpt")
-    command = ["convert", tmp_path / "src" / "net.safetensors", eight, "--target-strategy", tmp_path / "four.ckpt"]
-    before = tree(eight)
-    failed(6, "other-run", *command)
-    assert "4 files of earlier runs would be removed" in done(*command, "--overwrite", "--dry-run").stderr
-    assert tree(eight) == before
-    result = done(*command, "--overwrite")
-    assert "removed 4 files of earlier runs" in result.stdout
-    assert "warning" not in result.stderr
-    assert json.loads(done(*command, "--overwrite", "--json").stdout)["removed"] == []
 
 
 def changed(path: Path) -> None:
@@ -193,9 +161,6 @@ def test_what_a_killed_run_of_more_ranks_left_goes_too(
     assert left == ["rank_6/mine.partial", "rank_7/checkpoint_7.safetensors.partial"]
 
 
-# --- what stays ---
-
-
 def test_other_ranks_of_the_same_target_stay(source: reshard.Checkpoint, eight: Path) -> None:
     four = ranks(4)
     assert len(reshard.plan(source, four, ranks=[0, 2, 3]).run(eight, overwrite=True).removed) == 5
@@ -258,31 +223,6 @@ def test_the_source_stays(source: reshard.Checkpoint, eight: Path) -> None:
     assert one.read_bytes() == before["rank_5/checkpoint_5.safetensors"]
 
 
-def test_a_single_file_removes_nothing_beside_it(eight: Path, tmp_path: Path) -> None:
-    before = tree(eight)
-    for _ in range(2):
-        done("convert", tmp_path / "src" / "net.safetensors", eight / "net.ckpt", "--to", "ckpt", "--overwrite")
-    assert tree(eight).keys() == {*before, "net.ckpt"}
-    (eight / "net.ckpt").unlink()
-    assert reshard.open(eight).strategy == ranks(8)
-
-
-def test_without_a_ledger_nothing_is_removed(source: reshard.Checkpoint, eight: Path) -> None:
-    assert reshard.plan(source, ranks(4)).run(eight, overwrite=True, ledger=False).removed == ()
-    assert len(rank_names(eight)) == 8
-
-
-# --- other kinds ---
-
-
-def test_a_converted_checkpoint_of_fewer_ranks(tmp_path: Path) -> None:
-    for number in (4, 2):
-        write_ranks(tmp_path / f"{number}", FULL, ranks(number))
-        done("convert", tmp_path / f"{number}", tmp_path / "out", "--to", "ckpt", "--overwrite")
-        assert len(rank_names(tmp_path / "out")) == number
-    assert reshard.verify(tmp_path / "out").against == str(tmp_path / "2")
-
-
 def test_another_format_and_a_set_replace_ranks(source: reshard.Checkpoint, eight: Path) -> None:
     reshard.plan(source, ranks(4), to="ckpt").run(eight, overwrite=True)
     assert sorted(tree(eight)) == [f"rank_{n}/checkpoint_{n}.ckpt" for n in range(4)]
@@ -319,9 +259,6 @@ def test_at_a_url(source: reshard.Checkpoint, root: str) -> None:
     assert get(url) == before
 
 
-# --- what is said of what nobody knows ---
-
-
 def test_ranks_that_the_ledger_does_not_name_are_named(eight: Path, source: reshard.Checkpoint) -> None:
     four = eight.parent / "four"
     reshard.plan(source, ranks(4)).run(four)
@@ -337,18 +274,3 @@ def test_ranks_that_the_ledger_does_not_name_are_named(eight: Path, source: resh
     assert "complete" not in done("verify", four).stdout
     shutil.rmtree(four / "rank_4")
     done("convert", "--to=mindspore", four, eight.parent / "set")
-
-
-def test_nothing_is_called_complete_that_nobody_knows(source: reshard.Checkpoint, eight: Path) -> None:
-    four = reshard.plan(source, ranks(4))
-    four.run(eight, overwrite=True, ledger=False)  # rank 4 to 7 stay
-    shutil.rmtree(eight / ".reshard")
-    assert not reshard.verify(eight).complete
-    shown = done("verify", eight)
-    assert "complete" not in shown.stdout
-    assert "how many ranks there should be" in shown.stdout
-    assert json.loads(done("verify", eight, "--json").stdout)["complete"] is False
-    one = done("verify", eight.parent / "src" / "net.safetensors").stdout
-    assert "complete" not in one
-    reshard.plan(source, to="mindspore").run(eight.parent / "set", ledger=False)
-    assert "complete and valid" in done("verify", eight.parent / "set").stdout

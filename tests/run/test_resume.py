@@ -1,20 +1,22 @@
-"""Going on with a run that was stopped: only what is not there is written again, and the bytes are the same."""
+"""Going on with a run that was stopped: how far it is, what is written again, and that the bytes are the same."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
-import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 import pytest
-from checkpoints import assert_rank_files, numbers, places, tree, write_ranks
-from commands import heed_signals
+from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
+from commands import call, done, heed_signals
 from faulty import IMPORTED
 from generators import Model, models
 from hypothesis import given, settings
@@ -27,7 +29,6 @@ from stopped_runs import (
     TARGET,
     StoppedError,
     Written,
-    call,
     command,
     small_tasks,
     source,
@@ -37,48 +38,29 @@ from stopped_runs import (
 )
 
 import reshard
-from reshard import Layout, Strategy
-from reshard.core.layout.block import Block
+from reshard import Layout, SourceError, Strategy
+from reshard.cli.commands import TYPED, Command
 from reshard.core.model.entries import covers
-from reshard.core.plan import budget, partition
-from reshard.core.plan.bands import Recipe
+from reshard.core.plan import partition
 from reshard.core.plan.partition import bytes_left, remaining
 from reshard.core.plan.plan import file_digests
 from reshard.core.records import logs as records
+from reshard.core.records.logs import Record, known, unfinished
 from reshard.core.run.settings import RunOptions
+from reshard.core.run.state.ledger import Ledger
 from reshard.core.run.state.preflight import Do, files_with, preflight
 from reshard.core.run.state.sums import spans_of
 from reshard.core.storage.base import PARTIAL, unfinished_path
-from reshard.core.storage.crc import crc32c
 from reshard.errors import TargetError, bytes_text
+from reshard.formats.catalog import stored_checkpoints
 from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.core.plan.plan import Plan
     from reshard.core.run.run import Progress
 
 __all__ = ["command", "small_tasks", "source", "written"]  # fixtures, for pytest to find
-
-
-@st.composite
-def blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], Block]:
-    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
-    edges = [sorted(draw(st.tuples(st.integers(0, extent), st.integers(0, extent)))) for extent in shape]
-    return shape, Block(tuple(a for a, _ in edges), tuple(b for _, b in edges))
-
-
-@given(blocks(), st.data())
-def test_elements_before_a_row(given_block: tuple[tuple[int, ...], Block], data: st.DataObject) -> None:
-    shape, block = given_block
-    recipe = Recipe.of(shape, [Block.whole(shape)], [block])
-    inside = np.zeros(shape, bool)
-    inside[tuple(slice(a, b) for a, b in zip(block.start, block.stop, strict=True))] = True
-    axis = data.draw(st.integers(0, len(shape) - 1))
-    rows = inside.reshape(recipe.rows(axis), -1)
-    for row in range(len(rows) + 1):
-        assert recipe.elements_before(0, axis, row) == rows[:row].sum()
 
 
 @settings(max_examples=examples(25))
@@ -168,20 +150,6 @@ def test_a_finished_file_that_was_not_synced_is_synced_by_the_next_run(
     assert plan.run(tmp_path / "out").finished == 2
 
 
-def test_files_in_order_are_gone_on_with_file_by_file(
-    source: reshard.Checkpoint, tmp_path: Path, written: Written, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partition, "FILES_AT_ONCE", 1)
-    plan = reshard.plan(source, TARGET)
-    plan.run(tmp_path / "undisturbed")
-    stopped(plan, tmp_path / "out", tasks=0, partition="file")
-    written.ranges.clear()
-    report = plan.run(tmp_path / "out", partition="file")
-    assert 0 < report.resumed < plan.stats.bytes_written
-    assert len({path for path, _, _ in written.ranges}) == 1
-    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
-
-
 @pytest.mark.parametrize("fsync", [True, False])
 def test_a_finished_file_that_was_not_synced_is_made_again_after_a_power_cut(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
@@ -214,20 +182,6 @@ def test_ownership_may_change_between_runs(
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
-def test_the_tasks_of_the_next_run_may_be_others(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranges of files are noted, not tasks: another budget of memory is not an other plan."""
-    plan = reshard.plan(source, TARGET)
-    plan.run(tmp_path / "undisturbed")
-    stopped(plan, tmp_path / "out")
-    monkeypatch.setattr(budget, "TASK_BYTES", 700)
-    monkeypatch.setattr(budget, "BAND_BYTES", 64)
-    report = reshard.plan(source, TARGET).run(tmp_path / "out")
-    assert report.resumed > 0
-    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
-
-
 def test_progress_begins_at_what_an_earlier_run_wrote(source: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(source, TARGET)
     stopped(plan, tmp_path / "out")
@@ -240,18 +194,17 @@ def test_progress_begins_at_what_an_earlier_run_wrote(source: reshard.Checkpoint
     assert events[-1].resumed == 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"files": MindSporeSet(2000), "format": "safetensors"},
-        {"files": HuggingFaceSet(2000), "format": "safetensors"},
-        {"format": "ckpt"},
-        {"selection": reshard.Selection(cast={"float32": "bfloat16"})},
-        {"remove_redundancy": True},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-@pytest.mark.parametrize("how", [{}, {"drop_cache": True}, {"fsync": False}, {"fsync": False, "checksums": True}])
+KINDS: list[dict[str, Any]] = [
+    {"files": MindSporeSet(2000), "format": "safetensors"},
+    {"files": HuggingFaceSet(2000), "format": "safetensors"},
+    {"format": "ckpt"},
+    {"selection": reshard.Selection(cast={"float32": "bfloat16"})},
+    {"remove_redundancy": True},
+]
+HOW = [{"drop_cache": True}, {"fsync": False}, {"fsync": False, "checksums": True}]
+
+
+@pytest.mark.parametrize(("options", "how"), [*((options, {}) for options in KINDS), *zip(KINDS, HOW, strict=False)])
 def test_every_kind_of_target_is_gone_on_with(
     source: reshard.Checkpoint, tmp_path: Path, options: dict[str, Any], how: dict[str, bool]
 ) -> None:
@@ -293,33 +246,6 @@ def test_a_run_that_fails_between_two_names_is_gone_on_with(
     report = plan.run(tmp_path / "out", fsync=fsync)
     assert report.finished == named
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
-
-
-def test_checksums_are_of_what_is_there(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    plan = reshard.plan(source, TARGET)
-    stopped(plan, tmp_path / "out")
-    expected = {
-        file.path: {
-            name: crc32c(b"".join(content[offset : offset + nbytes] for offset, nbytes in runs))
-            for name, runs in places(file.layout).items()
-        }
-        for file in plan._record.files
-        for content in [plan_bytes(plan._record, tmp_path)[file.path]]
-    }
-    assert plan.run(tmp_path / "out").checksums == expected
-    assert plan.run(tmp_path / "out").checksums == expected
-
-
-def plan_bytes(plan: Plan, root: Path) -> dict[str, bytes]:
-    reshard.Plan(plan).run(root / "undisturbed")
-    return tree(root / "undisturbed")
-
-
-def test_no_checksum_is_made_up(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    """A run without them finished the files; the next one has none to tell."""
-    plan = reshard.plan(source, TARGET)
-    plan.run(tmp_path / "out", checksums=False)
-    assert plan.run(tmp_path / "out").checksums == {file.path: {} for file in plan._record.files}
 
 
 _SIGNALLED = """
@@ -378,12 +304,103 @@ def test_a_dry_run_tells_of_what_is_begun(
         failed(6, "is-link", *command, *options, places=(".reshard",))
 
 
-def test_over_a_store_at_a_url_that_is_finished_nothing_is_left_to_do(source: reshard.Checkpoint) -> None:
-    url = f"memory://{uuid.uuid4().hex}"
-    plan = reshard.plan(source, to="zarr")
-    paths = [file.path for file in plan._record.files]
-    assert files_with(preflight(plan._record, url, RunOptions()).fates, Do.MAKE) == paths
-    plan.run(url)
-    assert files_with(preflight(plan._record, url, RunOptions()).fates, Do.KEEP) == paths
-    assert files_with(preflight(plan._record, url, RunOptions(restart=True)).fates, Do.MAKE) == paths
-    assert plan.run(url).finished == len(paths)
+def test_how_far_a_run_in_python_is(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = reshard.plan(source, TARGET)
+    stopped(plan, tmp_path / "dst")
+    progress = unfinished(str(tmp_path / "dst"))
+    assert progress is not None
+    assert 0 < progress.written < progress.total == plan.stats.target_bytes
+    assert progress.command == ()
+    for _ in range(2):
+        with refused(SourceError, "unfinished", tmp_path / "dst", " of "):
+            reshard.open(tmp_path / "dst", strategy=TARGET)
+    (found,) = stored_checkpoints(tmp_path / "dst")
+    assert (found.state, found.path) == ("incomplete", str(tmp_path / "dst"))
+    plan.run(tmp_path / "dst")
+    assert unfinished(str(tmp_path / "dst")) is None
+    assert [each.state for each in stored_checkpoints(tmp_path / "dst")] == ["complete"]
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "zarr"])
+def test_the_command_that_resumes_it(to: str, tmp_path: Path) -> None:
+    """The log of a killed command, in which nothing is ready."""
+    write_file(tmp_path / "a.safetensors", {"w": np.ones((64, 64), np.float32), "v": np.ones((64, 64), np.float32)})
+    target = tmp_path / "a target"
+    done("convert", tmp_path / "a.safetensors", target, "--to", to, "--overwrite")
+    (log,) = (*target.glob(".reshard/*.jsonl"), *tmp_path.glob("*.reshard/*.jsonl"))
+    lines = [line for line in log.read_text().splitlines() if '"ready"' not in line]
+    log.write_text("\n".join(lines) + "\n")
+    if to == "zarr":
+        log.parent.rename(target / ".reshard")
+    for path in target.rglob("*"):
+        if path.is_file() and path.parent.name != ".reshard":
+            path.unlink()
+    result = failed(4, "unfinished", "inspect", target)
+    command = shlex.join(["reshard", "convert", str(tmp_path / "a.safetensors"), str(target), "--to", to])
+    assert command in result.stderr
+    assert "--overwrite" not in result.stderr
+    found = json.loads(done("runs", tmp_path, "--json").stdout)["checkpoints"]
+    (record,) = (each for each in found if each["path"] == str(target))
+    assert record["state"] == "incomplete"
+    assert command in record["hint"]
+    done(*shlex.split(command)[1:])
+    assert call("inspect", target).exit_code == 0
+
+
+def test_the_command_of_another_directory_without_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "convert",
+        "ftp://me:hush@host/run",
+        "--source-strategy=https://host/s.json?sig=hush",
+        "-- out",
+        "layers.?",
+    )
+    context = click.Context(
+        Command("convert", params=[click.Argument(["words"], nargs=-1)]), info_name="reshard convert"
+    )
+    context.command.parse_args(context, ["--", *words[1:]])
+    shown = context.meta[TYPED]
+    assert shown[2:] == ("ftp://me:***@host/run", "--source-strategy=https://host/s.json?***", "-- out", "layers.?")
+    for typed, expected in ((shown, f"resume it in {tmp_path}: reshard convert "), (("x" * 70_000,), "the call")):
+        target = str(tmp_path / typed[0][:9])
+        ledger = Ledger(target, command=typed)
+        ledger.add({"a": Record(digest="ab", size=100)})
+        monkeypatch.chdir("/")
+        progress = unfinished(target)
+        assert progress is not None
+        assert progress.hint.startswith(expected)
+        assert "hush" not in progress.hint
+        monkeypatch.chdir(tmp_path)
+        progress = unfinished(target)
+        assert progress is not None
+        assert str(tmp_path) not in progress.hint
+
+
+def test_a_file_that_is_unfinished_hides_nothing(tmp_path: Path) -> None:
+    """The ledger of a file is in its directory."""
+    for name in ("step-5/model.safetensors", "old.safetensors"):
+        write_file(tmp_path / name, {"w": np.ones((4,), np.float32)})
+    (tmp_path / ".reshard").mkdir()
+    lines = [{"reshard": 1}, {"file": "whole.safetensors", "rank": 0, "digest": "ab", "size": 100}]
+    lines += [{"file": "whole.safetensors", "wrote": [[10, 30, 7]]}]
+    (tmp_path / ".reshard" / "00000001-abcdef12.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = {os.path.relpath(each.path, tmp_path): each for each in stored_checkpoints(tmp_path)}
+    states = {path: each.state for path, each in found.items()}
+    assert states == {"whole.safetensors": "incomplete", ".": "complete", "step-5": "complete"}
+    assert "30 B of 100 B" in found["whole.safetensors"].reason
+
+
+def test_a_log_that_lies_about_its_command(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.safetensors", {"w": np.ones((4,), np.float32)})
+    done("convert", tmp_path / "a.safetensors", tmp_path / "dst", "--to", "hf")
+    (log,) = (tmp_path / "dst" / ".reshard").glob("*.jsonl")
+    head, *lines = (json.loads(line) for line in log.read_text().splitlines() if line)
+    for lie in (5, {"a": 1}, [["x"]], ["convert", "$(rm x)\n;"], ["x" * 900_000]):
+        lines = [line for line in lines if "ready" not in line]
+        log.write_text("\n".join(json.dumps(line) for line in ({**head, "command": lie}, *lines)))
+        assert all(isinstance(record.command, tuple) for record in known(str(tmp_path / "dst")).records.values())
+        progress = unfinished(str(tmp_path / "dst"))
+        assert progress is None or len(progress.hint) < 1000
+        assert progress is None or "\n;" not in progress.hint or "'$(rm x)\n;'" in progress.hint
+        assert call("runs", tmp_path).exit_code == 0

@@ -1,55 +1,34 @@
-"""Runs that fail: nothing half-written has a final name, whatever goes wrong and whenever."""
+"""What is named when, and disks without room: nothing half-written has a final name, whatever goes wrong."""
 
 from __future__ import annotations
 
+import errno
 import os
-import resource
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask
-import numpy as np
 import pytest
-from checkpoints import numbers, tree, write_file
-from eight_ranks import TARGET, small_tasks, source
+from checkpoints import assert_rank_files, tree
 from refusals import refused
+from stopped_runs import FULL, TARGET, Written, small_tasks, source, stopped, times, written
 
 import reshard
 from reshard import plan
+from reshard.core.plan.plan import file_digests
 from reshard.core.run import tasks
-from reshard.core.storage.base import stem_of_unfinished
-from reshard.errors import BudgetError, TargetError
+from reshard.core.storage.base import unfinished_path
+from reshard.errors import BudgetError, bytes_text
 from reshard.formats.checkpoint2.options import Checkpoint2
 from reshard.formats.dcp.names import DCP
 from reshard.formats.sets.options import HuggingFaceSet
 from reshard.formats.zarr.layout import ZarrGroup
 
-__all__ = ["small_tasks", "source"]  # fixtures, for pytest to find
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-
-@pytest.fixture
-def writing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the twentieth write find a full disk, while other threads go on."""
-    count = 0
-    real = os.pwrite
-
-    def pwrite(fd: int, content: memoryview, offset: int) -> int:
-        nonlocal count
-        count += 1
-        if count == 20:
-            raise OSError(28, "No space left on device")
-        return real(fd, content, offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-
-
-def test_a_source_cut_short_after_opening_leaves_nothing(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    path = Path(source._record.files[2].path)
-    path.write_bytes(path.read_bytes()[:-50])
-    with refused(TargetError, "source-changed", path):
-        reshard.plan(source, TARGET).run(tmp_path / "out")
-    assert tree(tmp_path / "out") == {}
+__all__ = ["small_tasks", "source", "written"]  # fixtures, for pytest to find
 
 
 @pytest.mark.parametrize("partition", ["tensor", "file"])
@@ -108,66 +87,86 @@ def test_no_file_of_a_graph_is_named_before_it_is_on_the_disk(
     assert len(named) == len(made._record.files)
 
 
-def test_a_failed_unified_set_is_gone_on_with(
-    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: None, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the disk have so much room."""
+
+    def set_to(nbytes: int) -> None:
+        real = os.statvfs("/")
+        fake = os.statvfs_result((1, 1, *real[2:4], nbytes, *real[5:]))
+        monkeypatch.setattr(os, "statvfs", lambda _: fake)
+
+    return set_to
+
+
+def test_room_is_looked_for_before_the_first_byte(
+    source: reshard.Checkpoint, tmp_path: Path, room: Callable[[int], None], written: Written
 ) -> None:
-    (tmp_path / "out").mkdir()
-    made = reshard.plan(source, to="mindspore")
-    with refused(BudgetError, "no-space", tmp_path / "out"):
-        made.run(tmp_path / "out")
-    assert set(map(stem_of_unfinished, tree(tmp_path / "out"))) <= {file.path for file in made._record.files}
-    monkeypatch.undo()
-    report = made.run(tmp_path / "out")
-    assert 0 < report.resumed < made.stats.bytes_written == report.bytes_written + report.resumed
-    made.run(tmp_path / "other", ledger=False)
-    assert tree(tmp_path / "out") == tree(tmp_path / "other")
+    plan = reshard.plan(source, TARGET)
+    room(plan.stats.target_bytes - 1)
+    with refused(
+        BudgetError, "no-space", tmp_path / "deep" / "out", bytes_text(plan.stats.target_bytes), "free 1 B,"
+    ) as caught:
+        plan.run(tmp_path / "deep" / "out")
+    assert caught.value.exit_code == 5
+    assert not written.ranges
+    assert not (tmp_path / "deep" / "out").exists()
+    room(plan.stats.target_bytes)
+    plan.run(tmp_path / "deep" / "out")
 
 
-def test_a_source_that_changes_under_the_run_is_refused(
+@pytest.mark.parametrize("digest", ["0123abcd", "its own"])
+@pytest.mark.parametrize("fsync", [True, False])
+def test_what_an_earlier_run_took_counts(
+    source: reshard.Checkpoint, tmp_path: Path, room: Callable[[int], None], fsync: bool, digest: str
+) -> None:
+    """Unfinished files have all their space: resumed or made again, they need no more of it."""
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "undisturbed")
+    for file, own in zip(plan._record.files, file_digests(plan._record), strict=True):
+        path = tmp_path / "out" / unfinished_path(file.path, own if digest == "its own" else digest)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(file.layout.size))
+    room(0)
+    plan.run(tmp_path / "out", fsync=fsync)
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_a_full_disk_keeps_what_was_written(
     source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = reshard.plan(source, TARGET)
-    real = tasks.move_pieces
+    """And when it is full still at the next run, that loses nothing either."""
+    plan = reshard.plan(source, TARGET)
+    plan.run(tmp_path / "undisturbed")
+    stopped(plan, tmp_path / "out")
 
-    def changing(*arguments: Any, **options: Any) -> Any:
-        Path(source._record.files[3].path).touch()
-        return real(*arguments, **options)
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tasks, "move_pieces", changing)
-    for _ in range(2):  # the second time it is refused before anything is read
-        with refused(TargetError, "source-changed", "checkpoint_3.ckpt") as caught:
-            made.run(tmp_path / "out")
-        assert caught.value.exit_code == 6
-        assert tree(tmp_path / "out") == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with refused(BudgetError, "no-space", tmp_path / "out") as caught:
+            plan.run(tmp_path / "out")
+    assert " are written and kept" in caught.value.__notes__[0]
+    assert plan.run(tmp_path / "out").resumed > 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
-def test_a_full_disk_leaves_nothing(
-    source: reshard.Checkpoint, tmp_path: Path, small_tasks: None, writing_fails: object, scheduler: str
+def test_a_journal_that_cannot_be_written_is_a_full_disk(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with refused(BudgetError, "no-space", tmp_path / "out") as caught:
-        reshard.plan(source, TARGET).run(tmp_path / "out", client=scheduler)
-    assert caught.value.exit_code == 5
-    left = tree(tmp_path / "out")
-    if scheduler == "threads" and any("written and kept" in note for note in getattr(caught.value, "__notes__", ())):
-        assert all(name.endswith(".partial") for name in left)  # a task was done before the disk was full
-    else:
-        assert left == {}
+    real = os.write
 
+    def write(descriptor: int, content: bytes) -> int:
+        if b'"ready"' in content:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, content[: max(1, len(content) // 2)])  # and comes short
 
-def test_a_disk_too_small_is_found_before_the_first_byte(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    big = numbers({"b": (12,)}) | {"w": np.zeros((1 << 10, 1 << 8), np.float32)}
-    path = write_file(tmp_path / "big.safetensors", big)
-    made = reshard.plan(reshard.open(path), None)
-    import signal
-
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    try:
-        with refused(BudgetError, "file-too-large", tmp_path / "out"):
-            made.run(tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, old)
-    assert tree(tmp_path / "out") == {}
+    plan = reshard.plan(source, TARGET)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with refused(BudgetError, "no-space", ".jsonl"):
+            plan.run(tmp_path / "out")
+    assert not times(tmp_path / "out")
+    assert plan.run(tmp_path / "out").resumed == plan.stats.bytes_written
+    assert_rank_files(tmp_path / "out", FULL, TARGET)

@@ -10,6 +10,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import numpy as np
 import pytest
 import samples
@@ -40,11 +41,15 @@ BIG = {
 }
 
 
-def cut(axes: list[int], sizes: list[int]) -> Strategy:
-    return Strategy.of({"a": Layout.of(sizes, axes), "b": Layout.of(sizes, [-1]), "c": Layout.of(sizes, axes)})
+SMALL = {"a": BIG["a"][:3072], "b": BIG["b"]}  # 12 MiB, which are two parts of each half where parts are small
+
+
+def cut(axes: list[int], sizes: list[int], names: str = "abc") -> Strategy:
+    return Strategy.of({name: Layout.of(sizes, [-1] if name == "b" else axes) for name in names})
 
 
 QUARTERS, HALVES, COLUMNS = cut([0, -1], [4]), cut([0, -1], [2]), cut([-1, 0], [2])
+SMALL_QUARTERS, SMALL_HALVES = cut([0, -1], [4], "ab"), cut([0, -1], [2], "ab")
 
 
 class Asked:
@@ -80,42 +85,69 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 def uploads_at(bucket: str) -> list[str]:
     """The uploads that the store keeps."""
-    import fsspec
-
     found = fsspec.filesystem("s3").list_multipart_uploads(bucket.removeprefix("s3://"))
     return [str(upload["Key"]) for upload in found]
 
 
-def test_a_merge_sends_headers_and_seams_only(bucket: str, tmp_path: Path, counts: Asked) -> None:
+@pytest.fixture
+def merge(bucket: str, tmp_path: Path) -> reshard.Plan:
+    """A plan whose source is at S3, in quarters, and whose target are halves."""
     put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
-    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
-    plan.run(tmp_path / "here")
+    return reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
+
+
+class Refusing:
+    """Have S3 refuse all parts of files but the first, of some keys."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch, self.send = monkeypatch, S3Client.send_part
+
+    def parts(self, key: str = "") -> None:
+        def failing(client: S3Client, name: str, upload: str, number: int, body: Any) -> str:
+            if number > 1 and key in name:
+                raise PermissionError("AccessDenied: no more")
+            return self.send(client, name, upload, number, body)
+
+        self.patch.setattr(S3Client, "send_part", failing)
+
+    def nothing(self) -> None:
+        self.patch.setattr(S3Client, "send_part", self.send)
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
+    monkeypatch.setattr(upload_parts, "LEAST_PART_BYTES", 5 * MIB)
+    return Refusing(monkeypatch)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> reshard.Checkpoint:
+    return reshard.open(write_ranks(tmp_path / "small", SMALL, SMALL_QUARTERS), strategy=SMALL_QUARTERS)
+
+
+def test_a_merge_sends_headers_and_seams_only(merge: reshard.Plan, bucket: str, tmp_path: Path, counts: Asked) -> None:
+    """As the dry run says, which counts requests."""
+    url = f"{bucket}/out"
+    merge.run(tmp_path / "here")
+    expected = requests_of(partitioned(merge._record, None, url), url)
+    planned = partitioned(merge._record, None, url).stats
+    assert expected is not None
     counts.clear()
-    report = plan.run(f"{bucket}/out", progress=None)
-    assert get(f"{bucket}/out") == tree(tmp_path / "here")
+    report = merge.run(url)
+    assert get(url) == tree(tmp_path / "here")
     total = sum(map(len, tree(tmp_path / "here").values()))
     # Two files, each with a header that takes 5 MiB of the first block, and seams.
-    assert counts.operations.count("copy") >= 4
-    assert report.bytes_copied > total // 3
-    assert report.bytes_written + report.bytes_copied >= plan.stats.bytes_written
+    operations = counts.operations
+    assert operations.count("copy") == expected.copy >= 4
+    assert operations.count("part PUT") <= expected.put
+    assert abs(operations.count("POST") - expected.post) <= 1
+    assert operations.count("GET") <= expected.get + expected.other
+    assert report.bytes_copied == planned.bytes_copied > total // 3
+    assert report.bytes_read == pytest.approx(planned.bytes_read, rel=0.01)
+    assert report.bytes_written + report.bytes_copied >= merge.stats.bytes_written
     assert counts.sent + counts.received < 2 * (total - report.bytes_copied) + MIB
-    assert reshard.verify(f"{bucket}/out")
-    again = plan.run(f"{bucket}/other", server_copy=False)
-    assert again.bytes_copied == 0
+    assert merge.run(f"{bucket}/other", server_copy=False).bytes_copied == 0
     assert get(f"{bucket}/other") == tree(tmp_path / "here")
-
-
-def test_columns_and_casts_are_not_copied(bucket: str, tmp_path: Path) -> None:
-    put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
-    source = reshard.open(f"{bucket}/src", strategy=QUARTERS)
-    for name, plan in {
-        "columns": reshard.plan(source, COLUMNS),
-        "cast": reshard.plan(source, HALVES, cast={"float32": "bfloat16"}),
-    }.items():
-        report = plan.run(f"{bucket}/{name}")
-        plan.run(tmp_path / name)
-        assert report.bytes_copied == 0
-        assert get(f"{bucket}/{name}") == tree(tmp_path / name)
 
 
 def random_strategy(rng: np.random.Generator, names: list[str]) -> Strategy:
@@ -144,34 +176,13 @@ def test_random_layouts_are_copied_right(
     assert get(f"{bucket}/out") == tree(tmp_path / "here")
 
 
-def test_a_source_that_changes_is_not_copied(bucket: str, tmp_path: Path) -> None:
-    put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
-    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
+def test_a_source_that_changes_is_not_copied(merge: reshard.Plan, bucket: str, tmp_path: Path) -> None:
     changed = write_ranks(tmp_path / "new", {name: values + 1 for name, values in BIG.items()}, QUARTERS)
     put(changed, f"{bucket}/src")
     with refused(ChangedError, "source-changed"):
-        plan.run(f"{bucket}/out")
+        merge.run(f"{bucket}/out")
     assert get(f"{bucket}/out") == {}
     assert uploads_at(bucket) == []
-
-
-def test_the_dry_run_counts_requests(bucket: str, tmp_path: Path, counts: Asked) -> None:
-    put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
-    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
-    url = f"{bucket}/out"
-    expected = requests_of(partitioned(plan._record, None, url), url)
-    assert expected is not None
-    assert requests_of(plan._record, str(tmp_path)) is not None  # the source is at a URL
-    planned = partitioned(plan._record, None, url).stats
-    counts.clear()
-    report = plan.run(url)
-    assert report.bytes_copied == planned.bytes_copied
-    assert report.bytes_read == pytest.approx(planned.bytes_read, rel=0.01)
-    operations = counts.operations
-    assert operations.count("copy") == expected.copy
-    assert operations.count("part PUT") <= expected.put
-    assert abs(operations.count("POST") - expected.post) <= 1
-    assert operations.count("GET") <= expected.get + expected.other
 
 
 STOPPED = """
@@ -216,73 +227,49 @@ def test_a_killed_run_goes_on_inside_a_file(bucket: str, tmp_path: Path, counts:
     assert uploads_at(bucket) == []
 
 
-def test_a_run_that_fails_says_what_is_kept(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_ranks(tmp_path / "src", BIG, QUARTERS)
-    plan = reshard.plan(reshard.open(source, strategy=QUARTERS), HALVES)
-    send, sent = S3Client.send_part, []
-
-    def failing(client: S3Client, key: str, upload: str, number: int, body: Any) -> str:
-        if len(sent) >= 2:
-            raise PermissionError("AccessDenied: no more")
-        sent.append(number)
-        return send(client, key, upload, number, body)
-
-    monkeypatch.setattr(S3Client, "send_part", failing)
+def test_a_run_that_fails_says_what_is_kept(small: reshard.Checkpoint, bucket: str, refusing: Refusing) -> None:
+    plan = reshard.plan(small, SMALL_HALVES)
+    refusing.parts()
     with refused(TargetError, "no-access") as caught:
         plan.run(f"{bucket}/out", client="synchronous")
     assert any("the same command resumes" in str(note) for note in caught.value.__notes__)
-    monkeypatch.setattr(S3Client, "send_part", send)
+    refusing.nothing()
     assert len(uploads_at(bucket)) >= 1
-    assert plan.run(f"{bucket}/out").resumed >= 2 * 8 * MIB
+    assert plan.run(f"{bucket}/out").resumed >= 5 * MIB
     assert uploads_at(bucket) == []
 
 
-@pytest.mark.parametrize("how", ["restart", "no ledger", "other plan"])
+@pytest.mark.parametrize("how", ["restart", "no ledger", "other plan", "gone"])
 def test_uploads_that_are_of_no_use_are_ended(
-    bucket: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    small: reshard.Checkpoint, bucket: str, tmp_path: Path, how: str, refusing: Refusing
 ) -> None:
-    source = write_ranks(tmp_path / "src", BIG, QUARTERS)
-    opened = reshard.open(source, strategy=QUARTERS)
-    plan = reshard.plan(opened, HALVES)
-    send = S3Client.send_part
-
-    def failing(client: S3Client, key: str, upload: str, number: int, body: Any) -> str:
-        raise PermissionError("AccessDenied: no more")
-
-    monkeypatch.setattr(S3Client, "send_part", failing)
+    """Or, if they are gone, begun anew."""
+    plan = reshard.plan(small, SMALL_HALVES)
+    refusing.parts()
     with refused(TargetError, "no-access"):
-        plan.run(f"{bucket}/out", ledger=how != "no ledger")
-    if how == "no ledger":
-        assert uploads_at(bucket) == []
-        return
-    monkeypatch.setattr(S3Client, "send_part", send)
+        plan.run(f"{bucket}/out", ledger=how != "no ledger", client="synchronous")
+    assert bool(uploads_at(bucket)) == (how != "no ledger")
+    refusing.nothing()
     if how == "other plan":
-        plan = reshard.plan(opened, HALVES, cast={"float32": "bfloat16"})
-    report = plan.run(f"{bucket}/out", restart=True)
-    assert report.resumed == 0
+        plan = reshard.plan(small, SMALL_HALVES, cast={"float32": "bfloat16"})
+    if how == "gone":
+        fs, name = fsspec.filesystem("s3"), bucket.removeprefix("s3://")
+        for upload in fs.list_multipart_uploads(name):
+            fs.abort_mpu(name, upload["Key"], upload["UploadId"])
+    assert plan.run(f"{bucket}/out", restart=how != "gone").resumed == 0
     assert uploads_at(bucket) == []
     plan.run(tmp_path / "here")
     assert get(f"{bucket}/out") == tree(tmp_path / "here")
 
 
-def test_uploads_of_files_that_are_no_longer_written_are_ended(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uploads_of_files_that_are_no_longer_written_are_ended(tmp_path: Path, bucket: str, refusing: Refusing) -> None:
     """The new target has fewer ranks."""
     opened = reshard.open(write_ranks(tmp_path / "src", BIG, QUARTERS), strategy=QUARTERS)
-    send = S3Client.send_part
-    monkeypatch.setattr(upload_parts, "LEAST_PART_BYTES", 5 * MIB)
-
-    def failing(client: S3Client, key: str, upload: str, number: int, body: Any) -> str:
-        if number > 1 and "rank_3" in key:
-            raise PermissionError("AccessDenied: no more")
-        return send(client, key, upload, number, body)
-
-    monkeypatch.setattr(S3Client, "send_part", failing)
+    refusing.parts("rank_3")
     with refused(TargetError, "no-access"):
         reshard.plan(opened, QUARTERS).run(f"{bucket}/out", client="synchronous")
     assert ["rank_3" in key for key in uploads_at(bucket)] == [True]
-    monkeypatch.setattr(S3Client, "send_part", send)
+    refusing.nothing()
     report = reshard.plan(opened, HALVES).run(f"{bucket}/out", restart=True)
     assert not any("rank_3" in path for path in report.removed)
     assert uploads_at(bucket) == []
@@ -290,9 +277,9 @@ def test_uploads_of_files_that_are_no_longer_written_are_ended(
 
 @pytest.mark.parametrize("where", ["begin", "ledger"])
 def test_uploads_that_no_ledger_records_are_ended(
-    bucket: str, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+    small: reshard.Checkpoint, bucket: str, where: str, refusing: Refusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = reshard.plan(reshard.open(write_ranks(tmp_path / "src", BIG, QUARTERS), strategy=QUARTERS), HALVES)
+    plan = reshard.plan(small, SMALL_HALVES)
     begin = S3Client.begin
 
     def failing(client: S3Client, key: str) -> str:
@@ -309,28 +296,6 @@ def test_uploads_that_no_ledger_records_are_ended(
     with refused(TargetError, "no-access"):
         plan.run(f"{bucket}/out")
     assert uploads_at(bucket) == []
-
-
-def test_an_upload_that_is_gone_is_begun_anew(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
-
-    source = write_ranks(tmp_path / "src", BIG, QUARTERS)
-    plan = reshard.plan(reshard.open(source, strategy=QUARTERS), HALVES)
-    send = S3Client.send_part
-
-    def failing(client: S3Client, key: str, upload: str, number: int, body: Any) -> str:
-        raise PermissionError("AccessDenied: no more")
-
-    monkeypatch.setattr(S3Client, "send_part", failing)
-    with refused(TargetError, "no-access"):
-        plan.run(f"{bucket}/out")
-    monkeypatch.setattr(S3Client, "send_part", send)
-    fs, name = fsspec.filesystem("s3"), bucket.removeprefix("s3://")
-    for upload in fs.list_multipart_uploads(name):
-        fs.abort_mpu(name, upload["Key"], upload["UploadId"])
-    plan.run(tmp_path / "here")
-    plan.run(f"{bucket}/out")
-    assert get(f"{bucket}/out") == tree(tmp_path / "here")
 
 
 def test_memory_that_is_given_is_kept_or_refused(bucket: str, tmp_path: Path) -> None:
@@ -402,15 +367,14 @@ def test_a_file_of_one_part_is_one_request(bucket: str, tmp_path: Path, counts: 
 
 
 @pytest.mark.slow
-def test_a_store_that_refuses_copies_is_told_of(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(write_ranks(tmp_path / "src", BIG, QUARTERS), f"{bucket}/src")
-    plan = reshard.plan(reshard.open(f"{bucket}/src", strategy=QUARTERS), HALVES)
-
-    def refusing(*_: Any) -> str:
+def test_a_store_that_refuses_copies_is_told_of(
+    merge: reshard.Plan, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> str:
         raise StoreError("NotImplemented", "no copies", 501)
 
-    monkeypatch.setattr(S3Client, "copy_part", refusing)
+    monkeypatch.setattr(S3Client, "copy_part", refuse)
     with refused(TargetError, "store-error", "server_copy=False"):
-        plan.run(f"{bucket}/out")
-    assert plan.run(f"{bucket}/out", server_copy=False, restart=True).bytes_copied == 0
+        merge.run(f"{bucket}/out")
+    assert merge.run(f"{bucket}/out", server_copy=False, restart=True).bytes_copied == 0
     assert uploads_at(bucket) == []

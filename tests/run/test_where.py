@@ -139,18 +139,23 @@ def test_a_cluster_by_what_names_it(made: reshard.Plan, tmp_path: Path, running:
         assert client.status == "running"
 
 
+WORDS: list[tuple[Any, str]] = [
+    ("threading", "2 threads"),
+    ("sync", "the calling thread"),
+    ("Single-Threaded", "the calling thread"),
+    (dask.threaded.get, "dask.threaded"),
+    (dask.get, "dask.local"),
+    (ThreadPoolExecutor(2), "ThreadPoolExecutor"),
+]
+
+
 @pytest.mark.parametrize(
-    ("value", "ran_on"),
+    ("value", "ran_on", "argument"),
     [
-        ("threading", "2 threads"),
-        ("sync", "the calling thread"),
-        ("Single-Threaded", "the calling thread"),
-        (dask.threaded.get, "dask.threaded"),
-        (dask.get, "dask.local"),
-        (ThreadPoolExecutor(2), "ThreadPoolExecutor"),
+        *((*word, "client") for word in WORDS),
+        *((*word, argument) for word, argument in zip(WORDS[2:], ["scheduler", "configuration"] * 2, strict=True)),
     ],
 )
-@pytest.mark.parametrize("argument", ["client", "scheduler", "configuration"])
 def test_words_of_dask(made: reshard.Plan, tmp_path: Path, value: Any, ran_on: str, argument: str) -> None:
     if argument == "configuration":
         with dask.config.set(scheduler=value):
@@ -162,12 +167,11 @@ def test_words_of_dask(made: reshard.Plan, tmp_path: Path, value: Any, ran_on: s
     assert report.bytes_written == made.stats.bytes_written
 
 
-def test_an_executor_and_processes(made: reshard.Plan, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        made.run(tmp_path / "a", client=pool)
+def test_processes(made: reshard.Plan, tmp_path: Path) -> None:
     report = made.run(tmp_path / "b", client="multiprocessing", threads=1)
     assert report.ran_on.startswith("cluster tcp://127.0.0.1:")
     assert all("MainThread" not in receipt.worker for receipt in report.receipts if receipt.task.startswith("move"))
+    made.run(tmp_path / "a", client="sync")
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
@@ -186,6 +190,8 @@ def test_what_is_no_scheduler_is_refused_before_anything_is_written(
             made.run(out, client=value)
     with dask.config.set(scheduler="quick"), refused(UsageError, "unknown-scheduler", "quick"):
         made.run(out)
+    with refused(UsageError, "out-of-range", "threads is 0"):
+        made.run(out, threads=0)
     client = distributed.Client(running.address, set_as_default=False)
     client.close()
     with refused(ReshardError, "not-reachable"):

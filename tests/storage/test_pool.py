@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -20,14 +19,12 @@ from reshard.core.storage.places import any_store, in_batches
 from reshard.core.storage.urls import connections, remote, retries
 from reshard.core.storage.urls import pool as pools
 from reshard.core.storage.urls.pool import SLAB_BYTES, Pool
-from reshard.core.storage.urls.remote import Fetch, joined, read_request, remote_store
+from reshard.core.storage.urls.remote import Fetch, remote_store
 from reshard.core.storage.urls.s3 import sink as sinks
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from remotes import Requests
 
     from reshard.core.storage.base import ReadStore, Want
 
@@ -69,61 +66,6 @@ def steps(count: int, begun: list[int] | None = None, buffer: bytearray | None =
         if begun is not None:
             begun.append(number)
         yield number, any_store(), [(URL, number * STEP, view)]
-
-
-# --- the pool ---
-
-
-def test_buffers_are_reused(pool: Pool) -> None:
-    first, second = pool.take(own=False, sends=False), pool.take(own=False, sends=False)
-    assert first
-    assert second
-    assert first.view is not second.view
-    assert len(first.view) == SLAB_BYTES
-    pool.give(first)
-    again = pool.take(own=True, sends=False)
-    assert again
-    assert again.view is first.view
-    pool.give(second)
-    pool.give(again)
-    assert shared(pool) == (3, 3)
-
-
-def test_beyond_the_limit_there_are_only_own_buffers(pool: Pool) -> None:
-    slabs = [pool.take(own=False, sends=False) for _ in range(3)]
-    assert all(slab and slab.tokens is not None for slab in slabs)
-    assert pool.take(own=False, sends=False) is None
-    own = pool.take(own=True, sends=False)
-    assert own
-    assert own.tokens is None
-    pool.give(own)
-    assert pool.take(own=False, sends=False) is None  # it makes no room among the shared ones
-    for slab in slabs:
-        assert slab
-        pool.give(slab)
-    assert shared(pool) == (3, 3)
-
-
-def test_a_buffer_that_may_be_in_use_is_replaced(pool: Pool) -> None:
-    slab = pool.take(own=False, sends=False)
-    assert slab
-    pool.forget(slab)
-    others = [pool.take(own=False, sends=False) for _ in range(3)]
-    assert all(other and other.view is not slab.view for other in others)
-
-
-def test_the_limit_changes(pool: Pool) -> None:
-    """Each use has a share; the only one has all."""
-    for most, counts in ((0, (0, 0)), (1, (1, 0)), (5, (3, 2)), (6, (3, 3))):
-        pool.limit(most * SLAB_BYTES + 100, reads=True, sends=True)
-        assert shared(pool) == counts
-        pool.limit(most * SLAB_BYTES, reads=True, sends=False)
-        assert shared(pool) == (most, 0)
-        pool.limit(most * SLAB_BYTES, reads=False, sends=True)
-        assert shared(pool) == (0, most)
-
-
-# --- batches ---
 
 
 def test_batches_are_read_ahead_up_to_the_limit(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,34 +117,6 @@ def test_buffers_are_returned(pool: Pool, monkeypatch: pytest.MonkeyPatch, stop:
                 with pytest.raises(KeyboardInterrupt):
                     batches.throw(KeyboardInterrupt())  # type: ignore[attr-defined]
         assert shared(pool) == (3, 3)
-
-
-def test_buffers_are_returned_if_an_interrupt_comes_while_requests_begin(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(places, "SLAB_BYTES", STEP)
-    count = 0
-
-    def request(path: str, offset: int, buffer: memoryview) -> Any:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise KeyboardInterrupt
-        return read_request(path, offset, buffer)
-
-    monkeypatch.setattr(remote, "read_request", request)
-    with pytest.raises(KeyboardInterrupt):
-        list(in_batches(steps(10)))
-    assert shared(pool) == (3, 3)
-
-
-def test_buffers_are_returned_by_reads(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    wants = [(URL, number * STEP, memoryview(bytearray(100))) for number in range(20)]
-    remote_store().read(wants)
-    assert all(buffer == CONTENT[offset : offset + 100] for _, offset, buffer in wants)
-    with refused(SourceError, "truncated"):
-        remote_store().read([*wants, (URL, len(CONTENT) - 50, memoryview(bytearray(100)))])
-    assert shared(pool) == (3, 3)
 
 
 @pytest.mark.parametrize("stop", ["finish", "abort", "error"])
@@ -268,43 +182,6 @@ def test_threads_that_read_and_send_without_shared_buffers_go_on(
     assert shared(pool) == (0, 0)
 
 
-# --- ranges that are joined ---
-
-
-def test_gaps_are_read_if_they_are_small_beside_what_they_are_between() -> None:
-    kib = 1 << 10
-    assert joined([("a", 0, kib), ("a", 33 * kib, kib)]) == [("a", 0, 34 * kib)]
-    assert joined([("a", 0, kib), ("a", 33 * kib + 1, kib)]) == [("a", 0, kib), ("a", 33 * kib + 1, kib)]
-    assert joined([("a", 0, 900 * kib), ("a", 1700 * kib, kib)]) == [("a", 0, 1701 * kib)]
-    assert joined([("a", 0, 4096 * kib), ("a", 5121 * kib, kib)]) == [("a", 0, 4096 * kib), ("a", 5121 * kib, kib)]
-    assert joined([("a", 0, 10), ("b", 10, 10)]) == [("a", 0, 10), ("b", 10, 10)]
-    assert joined([("a", 0, 10), ("a", 11, 10)], 0) == [("a", 0, 10), ("a", 11, 10)]
-    assert joined([("a", 0, 10), ("a", 10, 10)], 0) == [("a", 0, 20)]
-
-
-RANGES = st.lists(
-    st.tuples(st.sampled_from("ab"), st.integers(0, 4 << 20), st.integers(1, 9 << 20)), min_size=1, max_size=12
-)
-
-
-@given(ranges=RANGES, gap=st.sampled_from([0, 1 << 20]))
-def test_joined_ranges_have_all_bytes_once(ranges: list[tuple[str, int, int]], gap: int) -> None:
-    found = joined(ranges, gap)
-    assert found == sorted(found)
-    assert all(0 < nbytes <= 8 << 20 for _, _, nbytes in found)
-    for (path, offset, nbytes), (after, begin, _) in pairwise(found):
-        assert path != after or offset + nbytes <= begin
-    for path, offset, nbytes in ranges:
-        position = offset
-        for where, begin, count in found:
-            if where == path and begin <= position < begin + count:
-                position = begin + count
-        assert position >= offset + nbytes
-    if gap == 0:  # nothing else is read
-        ends = {path: max(o + n for p, o, n in ranges if p == path) for path, _, _ in ranges}
-        assert all(offset + nbytes <= ends[path] for path, offset, nbytes in found)
-
-
 @given(
     pieces=st.lists(st.tuples(st.integers(0, len(CONTENT) - 1), st.integers(0, 700)), max_size=20),
     most=st.sampled_from([1000, SLAB_BYTES]), size=st.sampled_from([300, 8 << 20]),
@@ -325,14 +202,6 @@ def test_any_ranges_are_fetched(pieces: list[tuple[int, int]], most: int, size: 
             fetch.fill(want)
         fetch.close()
     assert all(buffer == CONTENT[offset : offset + len(buffer)] for _, offset, buffer in wants)
-
-
-def test_joined_ranges_are_few_requests(asked: Requests) -> None:
-    fsspec.filesystem("memory").pipe_file("/pool/content", CONTENT)
-    wants = [(URL, offset, memoryview(bytearray(10))) for offset in range(0, len(CONTENT) - 10, 100)]
-    asked.ranges.clear()
-    remote_store().read(wants)
-    assert len(asked.ranges) == 1
 
 
 def test_a_forked_process_starts_its_own_threads_and_connections() -> None:

@@ -1,15 +1,17 @@
-"""The client of S3 and its connections, with a server that says what a test says."""
+"""The client of S3, its connections, signatures and credentials, with a server that says what a test says."""
 
 from __future__ import annotations
 
 import datetime as dt
 import ipaddress
 import sys
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
 import fsspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from refusals import refused
 from scripted import Answer, Asked, ScriptedServer, close_idle, error
 
@@ -18,12 +20,14 @@ from reshard.core.storage.urls import retries
 from reshard.core.storage.urls.remote import remote_store
 from reshard.core.storage.urls.s3 import aws
 from reshard.core.storage.urls.s3 import client as s3
+from reshard.core.storage.urls.s3.aws import Keys, encoded, query_of, signed
 from reshard.core.storage.urls.s3.client import S3Client
 from reshard.errors import SourceError, TargetError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
 
 CONTENT = bytes(range(200))
 
@@ -63,9 +67,6 @@ def read(url: str, offset: int, nbytes: int) -> bytes:
     return bytes(buffer)
 
 
-# --- regions ---
-
-
 @pytest.mark.parametrize("status", [301, 307, 400])
 def test_a_bucket_in_another_region_is_asked_there(store: ScriptedServer, status: int) -> None:
     """Once: the region is kept."""
@@ -96,9 +97,6 @@ def test_addresses_at_amazon(monkeypatch: pytest.MonkeyPatch, bucket: str, regio
     assert S3Client(bucket)._root(region) == root
 
 
-# --- keys ---
-
-
 @pytest.mark.parametrize(
     "name",
     ["a b.ckpt", "a+b&c=d.ckpt", "été/模型-😀.ckpt", "a#b?c%20d%.ckpt", "a'b\"(c)*!~@:,;$.ckpt", "x//y/./../z.ckpt"],
@@ -121,17 +119,6 @@ def test_any_name_of_an_object(bucket: str, tmp_path: Path, name: str) -> None:
     assert {file.url for file in as_place(bucket).files()} == {url, f"{url}.2", f"{url}.3"}
     store.remove(url)
     assert store.contents(url) is None
-
-
-def test_names_in_requests_are_encoded_once(store: ScriptedServer) -> None:
-    name = "a b+c%20#?ü"
-    remote_store().put(f"s3://b/{name}", b"x")
-    (asked,) = store.asked
-    assert asked.target == "/b/a%20b%2Bc%2520%23%3F%C3%BC" == f"/b/{aws.encoded(name)}"
-    assert unquote(asked.target) == f"/b/{name}"
-
-
-# --- connections ---
 
 
 def test_connections_are_kept(store: ScriptedServer) -> None:
@@ -236,9 +223,6 @@ def test_a_refusal_within_a_success(store: ScriptedServer) -> None:
         remote_store().link("s3://b/x", "s3://b/y")
 
 
-# --- proxies ---
-
-
 @pytest.mark.parametrize("login", ["", "me:p%40ss@"])
 def test_a_proxy(store: ScriptedServer, monkeypatch: pytest.MonkeyPatch, login: str) -> None:
     """It is asked for the whole URL, and told who asks."""
@@ -272,9 +256,6 @@ def test_no_proxy(store: ScriptedServer, monkeypatch: pytest.MonkeyPatch, except
     store.answer = ranged
     assert read("s3://b/x", 0, 100) == CONTENT[:100]
     assert store.asked[0].target == "/b/x"
-
-
-# --- certificates ---
 
 
 @pytest.fixture
@@ -318,3 +299,187 @@ def test_a_certificate_of_ones_own(certificate: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("AWS_CA_BUNDLE", "/nowhere")
     with refused(UsageError, "bad-value", "/nowhere"):
         read("s3://b/x", 0, 1)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
+NAMES = st.text("abcXYZ-019", min_size=1, max_size=10)
+
+
+@given(
+    key=TEXT, query=st.dictionaries(NAMES, TEXT, max_size=4), method=st.sampled_from(["GET", "PUT", "HEAD", "DELETE"]),
+    keys=st.builds(Keys, st.text("ABC012", min_size=1), st.text("abc/+=", min_size=1), st.text("abc/+=", max_size=9)),
+    region=st.sampled_from(["us-east-1", "eu-west-3"]), span=st.sampled_from([{}, {"range": "bytes=0-9"}]),
+    root=st.sampled_from(["https://bucket.s3.amazonaws.com", "http://127.0.0.1:9000/bucket"]),
+)  # fmt: skip
+def test_botocore_signs_alike(
+    key: str, query: dict[str, str], method: str, keys: Keys, region: str, span: dict[str, str], root: str
+) -> None:
+    auth = pytest.importorskip("botocore.auth")
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials
+
+    url = f"{root}/{encoded(key)}" + (f"?{query_of(query)}" if query else "")
+    request = AWSRequest(method, url, headers=span)
+    auth.S3SigV4Auth(Credentials(keys.access, keys.secret, keys.token or None), "s3", region).add_auth(request)
+    now = datetime.strptime(request.context["timestamp"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    content = request.headers["X-Amz-Content-SHA256"]
+    sent = signed(method, url, span | {"x-amz-content-sha256": content}, keys, region, now)
+    assert sent["authorization"] == request.headers["Authorization"]
+    assert sent.get("x-amz-security-token", "") == keys.token
+
+
+VARIABLES = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_DEFAULT_PROFILE",
+    "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_SKIP_SIGNATURE", "AWS_REGION", "AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3",
+)  # fmt: skip
+
+
+@pytest.fixture(params=["botocore", "alone"])
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A home directory with `.aws` in an environment without credentials, with botocore and without it."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    if request.param == "alone":
+        monkeypatch.setitem(sys.modules, "botocore.session", None)
+    else:
+        pytest.importorskip("botocore")
+    (tmp_path / ".aws").mkdir()
+    aws.renew()
+    yield tmp_path
+    aws.renew()
+
+
+@pytest.fixture
+def keyless(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setattr(retries, "_FIRST_DELAY", 0.01)
+    yield server
+    server.close()
+
+
+def profile(path: Path, section: str, keys: Keys | None = None, **settings: str) -> None:
+    """Add a section to a file of Amazon's tools."""
+    if keys is not None:
+        settings |= {"aws_access_key_id": keys.access, "aws_secret_access_key": keys.secret}
+        settings |= {"aws_session_token": keys.token} if keys.token else {}
+    with path.open("a") as file:
+        file.write(f"[{section}]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
+    aws.renew()
+
+
+def test_the_environment_comes_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile(home / ".aws/credentials", "default", Keys("P", "p"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "E")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "e")
+    assert aws.keys("bucket") == Keys("E", "e")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "t")
+    assert aws.keys("bucket") == Keys("E", "e", "t")
+
+
+def test_profiles(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both files; the shared one comes first."""
+    profile(home / ".aws/credentials", "default", Keys("D", "d"))
+    assert aws.keys("bucket") == Keys("D", "d")
+    profile(home / ".aws/credentials", "x", Keys("X", "x%/+=", "t"))
+    profile(home / ".aws/config", "profile x", region="eu-north-1", endpoint_url="http://x:9/")
+    profile(home / ".aws/config", "profile y", Keys("Y", "y"))
+    monkeypatch.setenv("AWS_PROFILE", "x")
+    assert (aws.keys("bucket"), aws.region("bucket"), aws.endpoint("bucket")) == (
+        Keys("X", "x%/+=", "t"),
+        "eu-north-1",
+        "http://x:9",
+    )
+    monkeypatch.setenv("AWS_PROFILE", "y")
+    assert (aws.keys("bucket"), aws.region("bucket"), aws.endpoint("bucket")) == (Keys("Y", "y"), "us-east-1", "")
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.setenv("AWS_DEFAULT_PROFILE", "x")
+    aws.renew()
+    assert aws.keys("bucket") == Keys("X", "x%/+=", "t")
+
+
+def test_the_address_and_the_region(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (aws.endpoint("bucket"), aws.region("bucket")) == ("", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all:1/")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    assert (aws.endpoint("bucket"), aws.region("bucket")) == ("http://all:1", "eu-west-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3:2/")
+    monkeypatch.setenv("AWS_REGION", "eu-west-2")
+    assert (aws.endpoint("bucket"), aws.region("bucket")) == ("http://s3:2", "eu-west-2")
+
+
+@pytest.mark.parametrize("home", ["botocore"], indirect=True)
+def test_a_process_that_gives_credentials(home: Path) -> None:
+    """Botocore knows more sources."""
+    script = home / "give.py"
+    script.write_text("""print('{"Version": 1, "AccessKeyId": "C", "SecretAccessKey": "c", "SessionToken": "t"}')""")
+    profile(home / ".aws/config", "default", credential_process=f"{sys.executable} {script}")
+    assert aws.keys("bucket") == Keys("C", "c", "t")
+    script.write_text("raise SystemExit('no one is logged in')")
+    aws.renew()
+    with refused(SourceError, "no-access", "s3://b/x"):
+        remote_store().status("s3://b/x")
+
+
+@pytest.mark.parametrize("profile", ["", "nobody"])
+def test_no_credentials(keyless: ScriptedServer, monkeypatch: pytest.MonkeyPatch, profile: str) -> None:
+    """The places that were looked at are named."""
+    if profile:
+        monkeypatch.setenv("AWS_PROFILE", profile)
+    with refused(SourceError, "no-access", "s3://b/x", "AWS_PROFILE" if profile else "AWS_ACCESS_KEY_ID"):
+        remote_store().status("s3://b/x")
+    assert not keyless.asked
+
+
+def test_a_profile_that_cannot_be_read(home: Path) -> None:
+    (home / ".aws/credentials").write_text("no section")
+    aws.renew()
+    with refused(UsageError, "bad-value", ".aws/credentials"):
+        remote_store().status("s3://b/x")
+
+
+def test_requests_without_signatures(keyless: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    keyless.answers.append(Answer(headers={"content-length": "7", "etag": '"e"'}))
+    assert remote_store().status("s3://b/x").nbytes == 7
+    assert not {"authorization", "x-amz-date"} & set(keyless.asked[0].headers)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_expired_credentials_are_looked_for_again(home: Path, keyless: ScriptedServer, method: str) -> None:
+    """A reply to HEAD has no body that says why."""
+    profile(home / ".aws/credentials", "default", Keys("A", "a", "old"))
+
+    def answer(asked: Asked) -> Answer:
+        if asked.headers["x-amz-security-token"] == "new":
+            return Answer(headers={"content-length": "3"}, body=b"abc")
+        content = (home / ".aws/credentials").read_text()
+        (home / ".aws/credentials").write_text(content.replace("old", "new"))
+        return error("ExpiredToken")
+
+    keyless.answer = answer
+    if method == "GET":
+        assert remote_store().contents("s3://b/x") == b"abc"
+    else:
+        assert remote_store().status("s3://b/x").nbytes == 3
+    assert len(keyless.asked) <= 3
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("ExpiredToken", 400, "store-not-answering"),
+        *((code, 403, "no-access") for code in ("AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId")),
+    ],
+)
+def test_a_refusal(keyless: ScriptedServer, monkeypatch: pytest.MonkeyPatch, code: str, status: int, said: str) -> None:
+    """It is final, but of keys that are expired, which are looked for again."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "A")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a")
+    keyless.answer = lambda _: error(code, status)
+    with refused(SourceError, said, "s3://b/x", code):
+        remote_store().contents("s3://b/x")
+    assert (len(keyless.asked) == 1) == (said == "no-access")

@@ -15,6 +15,7 @@ import fsspec
 import numpy as np
 import pytest
 from checkpoints import tree, write_file, write_ranks
+from commands import heed_signals
 from fsspec.asyn import AsyncFileSystem
 from refusals import refused
 from remotes import get, put
@@ -210,12 +211,6 @@ def test_a_signal_ends_a_stall(
         process.wait()
     assert process.returncode == 128 + number, said
     assert said.startswith("interrupted" if number == signal.SIGINT else "stopped by SIGTERM")
-
-
-def heed_signals() -> None:
-    """Be stopped by signals: a shell's `&` has them ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
 
 
 class NeverFileSystem(AsyncFileSystem):

@@ -1,4 +1,4 @@
-"""The store: ranges of files by path, few of them open."""
+"""The local store and sinks: ranges of files by path, few of them open; bytes that come in about their order."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from stores import read, store
 
 from reshard.core.storage.base import PARTIAL
 from reshard.core.storage.local import LocalStore, local_store
+from reshard.core.storage.sinks import Ordered
 from reshard.errors import BudgetError, SourceError, TargetError
 
-__all__ = ["store"]  # a fixture, for pytest to find
+__all__ = ["store"]  # fixtures, for pytest to find
 
 
 def open_files(directory: Path) -> int:
@@ -39,33 +40,38 @@ def listing(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir()]
 
 
+def write(store: LocalStore, path: Path, offset: int, content: bytes) -> None:
+    """Write into an unfinished file."""
+    store.sink(store.unfinished(str(path)), sized=True).write_at(offset, memoryview(content))
+
+
+def make(store: LocalStore, path: Path, size: int, *pieces: tuple[int, bytes]) -> None:
+    """Write a file in pieces, and give it its name."""
+    store.create(store.unfinished(str(path)), size)
+    for offset, content in pieces:
+        write(store, path, offset, content)
+    store.publish(store.unfinished(str(path)), str(path), durable=False)
+
+
 def test_a_file_is_written_beside_and_appears_whole(store: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "rank_0" / "a.ckpt"  # the directory is made too
-    store.create(store.unfinished(str(path)), 6)
-    store.sink(store.unfinished(str(path)), sized=True).write_at(3, memoryview(b"def"))
-    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(b"abc"))
+    store.create(store.unfinished(str(path)), 8)
+    write(store, path, 3, b"def")
+    write(store, path, 0, b"abc")
     assert listing(path.parent) == ["a.ckpt" + PARTIAL]
     store.publish(store.unfinished(str(path)), str(path), durable=True)
     assert listing(path.parent) == ["a.ckpt"]
-    assert path.read_bytes() == b"abcdef"
-    assert store.size(str(path)) == 6
+    assert path.read_bytes() == b"abcdef\0\0"
+    assert store.size(str(path)) == 8
     assert read(store, path, 2, 3) == b"cde"
 
 
-def test_what_was_not_written_is_zero(store: LocalStore, tmp_path: Path) -> None:
+def test_a_discarded_file_is_gone_and_may_be_discarded_twice(store: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "a"
     store.create(store.unfinished(str(path)), 4)
-    store.sink(store.unfinished(str(path)), sized=True).write_at(1, memoryview(b"x"))
-    store.publish(store.unfinished(str(path)), str(path), durable=False)
-    assert path.read_bytes() == b"\0x\0\0"
-
-
-def test_a_discarded_file_is_gone_and_may_be_discarded_twice(store: LocalStore, tmp_path: Path) -> None:
-    path = str(tmp_path / "a")
-    store.create(store.unfinished(path), 4)
-    store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
-    store.discard(store.unfinished(path))
-    store.discard(store.unfinished(path))
+    write(store, path, 0, b"abcd")
+    for _ in range(2):
+        store.discard(store.unfinished(str(path)))
     assert listing(tmp_path) == []
 
 
@@ -74,9 +80,8 @@ def test_a_file_that_is_made_again_keeps_what_is_in_it(store: LocalStore, tmp_pa
     path = tmp_path / "a"
     Path(f"{path}{PARTIAL}").write_bytes(b"remains that are longer")
     store.create(store.unfinished(str(path)), 8)
-    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(b"written"))
-    store.create(store.unfinished(str(path)), 8)
-    store.publish(store.unfinished(str(path)), str(path), durable=False)
+    write(store, path, 0, b"written")
+    make(store, path, 8)
     assert path.read_bytes() == b"written" + b" "
 
 
@@ -84,9 +89,7 @@ def test_a_partial_file_that_is_a_link_to_a_finished_one_is_made_anew(store: Loc
     # A run that was killed between linking a replica and giving it its name leaves one.
     (tmp_path / "finished").write_bytes(b"finished")
     os.link(tmp_path / "finished", tmp_path / f"a{PARTIAL}")
-    store.create(store.unfinished(str(tmp_path / "a")), 3)
-    store.sink(store.unfinished(str(tmp_path / "a")), sized=True).write_at(0, memoryview(b"new"))
-    store.publish(store.unfinished(str(tmp_path / "a")), str(tmp_path / "a"), durable=False)
+    make(store, tmp_path / "a", 3, (0, b"new"))
     assert (tmp_path / "a").read_bytes() == b"new"
     assert (tmp_path / "finished").read_bytes() == b"finished"
 
@@ -95,11 +98,9 @@ def test_a_partial_file_that_somebody_removed_is_not_written_blindly(store: Loca
     # A notebook: a run was interrupted, the user removed its folder, the same process runs again.
     path = tmp_path / "a"
     store.create(store.unfinished(str(path)), 3)
-    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(b"old"))
+    write(store, path, 0, b"old")
     Path(f"{path}{PARTIAL}").unlink()
-    store.create(store.unfinished(str(path)), 3)
-    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(b"new"))
-    store.publish(store.unfinished(str(path)), str(path), durable=False)
+    make(store, path, 3, (0, b"new"))
     assert path.read_bytes() == b"new"
 
 
@@ -121,9 +122,7 @@ def test_short_reads_and_writes_go_on_where_they_stopped(
     monkeypatch.setattr(os, "pwrite", lambda fd, buffer, at: pwrite(fd, buffer[:2], at))
     path = tmp_path / "a"
     content = bytes(range(100))
-    store.create(store.unfinished(str(path)), 100)
-    store.sink(store.unfinished(str(path)), sized=True).write_at(0, memoryview(content))
-    store.publish(store.unfinished(str(path)), str(path), durable=False)
+    make(store, path, 100, (0, content))
     assert read(store, path, 0, 100) == content
     assert read(store, path, 95, 5) == content[95:]
 
@@ -136,34 +135,30 @@ def test_a_file_that_ends_early_names_the_byte(store: LocalStore, tmp_path: Path
     assert read(store, path, 3, 0) == b""
 
 
-def test_a_file_that_is_not_there(store: LocalStore, tmp_path: Path) -> None:
+def test_what_is_not_a_file_or_not_there(store: LocalStore, tmp_path: Path) -> None:
     with refused(SourceError, "not-found", "/a"):
         store.size(str(tmp_path / "a"))
+    with refused(SourceError, "not-a-file", tmp_path):
+        read(store, tmp_path, 0, 1)
     with refused(TargetError, "cannot-write", "a.partial"):
-        store.sink(store.unfinished(str(tmp_path / "a")), sized=True).write_at(0, memoryview(b"x"))
+        write(store, tmp_path / "a", 0, b"x")
     with refused(TargetError, "cannot-write", "a.partial"):
         store.publish(store.unfinished(str(tmp_path / "a")), str(tmp_path / "a"), durable=False)
 
 
-def test_a_directory_is_not_a_file(store: LocalStore, tmp_path: Path) -> None:
-    with refused(SourceError, "not-a-file", tmp_path):
-        read(store, tmp_path, 0, 1)
-    (tmp_path / f"a{PARTIAL}").mkdir()
-    with refused(TargetError, "cannot-write", "a.partial"):
-        store.create(store.unfinished(str(tmp_path / "a")), 1)
-
-
-def test_a_file_where_a_directory_should_be(store: LocalStore, tmp_path: Path) -> None:
-    (tmp_path / "rank_0").write_bytes(b"")
-    with refused(TargetError, "cannot-write"):
-        store.create(store.unfinished(str(tmp_path / "rank_0" / "a")), 1)
-
-
-def test_a_link_is_not_followed(store: LocalStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["a directory", "a link", "a file where a directory should be"])
+def test_what_is_in_the_way_is_not_written(store: LocalStore, tmp_path: Path, what: str) -> None:
+    """Nor is a link followed."""
+    path = tmp_path / "rank_0" / "a"
+    partial = Path(f"{path}{PARTIAL}")
     (tmp_path / "precious").write_bytes(b"precious")
-    (tmp_path / f"a{PARTIAL}").symlink_to(tmp_path / "precious")
+    if what == "a file where a directory should be":
+        path.parent.write_bytes(b"")
+    else:
+        path.parent.mkdir()
+        partial.mkdir() if what == "a directory" else partial.symlink_to(tmp_path / "precious")
     with refused(TargetError, "cannot-write"):
-        store.create(store.unfinished(str(tmp_path / "a")), 1)
+        store.create(store.unfinished(str(path)), 1)
     assert (tmp_path / "precious").read_bytes() == b"precious"
 
 
@@ -186,13 +181,6 @@ def test_a_full_disk_is_found_at_once_and_nothing_is_left(
     assert listing(tmp_path) == []
 
 
-def test_a_real_file_system_refuses_what_it_cannot_hold(store: LocalStore, tmp_path: Path) -> None:
-    with pytest.raises(BudgetError) as caught:
-        store.create(store.unfinished(str(tmp_path / "a")), 1 << 61)
-    assert caught.value.code in {"no-space", "file-too-large"}
-    assert listing(tmp_path) == []
-
-
 def test_a_limit_of_file_sizes_is_no_full_disk(tmp_path: Path) -> None:
     """`ulimit -f` limits one file, as some file systems do; there may be room for many."""
     save_file({"w": np.zeros(1 << 16, np.uint8)}, tmp_path / "w.safetensors")
@@ -209,18 +197,18 @@ def test_a_limit_of_file_sizes_is_no_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fills_while_writing(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(tmp_path / "a")
-    store.create(store.unfinished(path), 4)
+    path = tmp_path / "a"
+    store.create(store.unfinished(str(path)), 4)
     monkeypatch.setattr(os, "pwrite", fail(errno.ENOSPC))
     with refused(BudgetError, "no-space", "4 B"):
-        store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
+        write(store, path, 0, b"abcd")
     monkeypatch.setattr(os, "pwrite", fail(errno.EIO))
     with refused(TargetError, "cannot-write", "Input/output"):
-        store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
+        write(store, path, 0, b"abcd")
     monkeypatch.setattr(os, "fsync", fail(errno.EIO))
     with refused(TargetError, "cannot-write", "Input/output"):
-        store.sync(store.unfinished(path))
-    assert not (tmp_path / "a").exists()
+        store.sync(store.unfinished(str(path)))
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
@@ -253,9 +241,7 @@ def test_many_threads_and_files_share_few_handles(tmp_path: Path) -> None:
         number = step * 7 % 40
         assert read(store, paths[number], step % 60, 4) == bytes([number]) * 4
         target = tmp_path / f"t{step}"
-        store.create(store.unfinished(str(target)), 8)
-        store.sink(store.unfinished(str(target)), sized=True).write_at(0, memoryview(step.to_bytes(8, "big")))
-        store.publish(store.unfinished(str(target)), str(target), durable=False)
+        make(store, target, 8, (0, step.to_bytes(8, "big")))
         with lock:
             most = max(most, open_files(tmp_path))
 
@@ -276,23 +262,6 @@ def test_the_files_used_last_stay_open(store: LocalStore, tmp_path: Path) -> Non
     assert [Path(path).name for path, *_ in store.files.handles] == ["3", "0", "4", "5"]
 
 
-def test_discarding_while_somebody_writes_closes_the_file_after_him(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(tmp_path / "a")
-    store.create(store.unfinished(path), 4)
-    pwrite = os.pwrite
-
-    def slow(fd: int, buffer: memoryview, at: int) -> int:
-        store.discard(store.unfinished(path))
-        return pwrite(fd, buffer, at)  # the handle is still good
-
-    monkeypatch.setattr(os, "pwrite", slow)
-    store.sink(store.unfinished(path), sized=True).write_at(0, memoryview(b"abcd"))
-    assert listing(tmp_path) == []
-    assert open_files(tmp_path) == 0
-
-
 def test_a_store_travels_without_its_handles(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     read(store, tmp_path / "a", 0, 1)
@@ -301,3 +270,69 @@ def test_a_store_travels_without_its_handles(store: LocalStore, tmp_path: Path) 
     assert read(other, tmp_path / "a", 0, 3) == b"abc"
     other.close()
     assert local_store() is local_store()
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self.content = b""
+        self.pieces = 0
+        self.state = "begun"
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        assert offset == len(self.content)
+        self.content += bytes(data)
+        self.pieces += 1
+
+    def finish(self, *, durable: bool) -> None:
+        self.state = "durable" if durable else "finished"
+
+    def abort(self) -> None:
+        self.state = "aborted"
+
+
+def test_what_comes_early_waits() -> None:
+    kept = Kept()
+    sink = Ordered(lambda: kept, "a", 9, room=3)
+    sink.write_at(3, b"def")  # constant: waits, and takes no room
+    buffer = bytearray(b"ghi")
+    sink.write_at(6, memoryview(buffer))
+    buffer[:] = b"???"  # a mover's buffer is used again
+    assert kept.pieces == 0
+    sink.write_at(0, memoryview(bytearray(b"abc")))
+    assert (kept.content, kept.state) == (b"abcdefghi", "begun")
+    sink.finish(durable=True)
+    assert (kept.state, sink.ended) == ("durable", True)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 4), (1, 3), (0, 2)])
+def test_a_file_of_which_something_is_missing_is_not_finished(offset: int, size: int) -> None:
+    kept = Kept()
+    sink = Ordered(lambda: kept, "rank_0/a", size, room=9)
+    sink.write_at(offset, memoryview(bytearray(b"abc")[: 3 - offset]))
+    if offset == 0 and size == 2:
+        sink.write_at(9, b"x")  # beyond the end
+    with refused(TargetError, "internal-error", "rank_0/a"):
+        sink.finish(durable=False)
+    assert not sink.ended
+
+
+def test_an_empty_file_is_begun_and_finished() -> None:
+    kept = Kept()
+    Ordered(lambda: kept, "a", 0).finish(durable=False)
+    assert kept.state == "finished"
+
+
+def test_a_file_of_unknown_size_ends_with_its_last_byte(store: LocalStore, tmp_path: Path) -> None:
+    """Another task, whose worker was lost, may have written more."""
+    path = str(tmp_path / "a")
+    store.create(store.unfinished(path), None).write_at(0, b"longer than it should be")
+    sink = store.create(store.unfinished(path), None)
+    sink.write_at(2, b"cd")
+    sink.write_at(0, b"ab")
+    sink.finish(durable=True)
+    store.publish(store.unfinished(path), path, durable=True)
+    assert (tmp_path / "a").read_bytes() == b"abcd"

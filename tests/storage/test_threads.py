@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from _thread import interrupt_main
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +17,6 @@ import reshard
 from reshard.core.storage.threads import map_ordered, uninterrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from reshard.core.run.run import Progress
@@ -136,27 +132,6 @@ except (KeyboardInterrupt, LookupError, MemoryError) as error:
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert ended.stdout.strip() in {"KeyboardInterrupt", "LookupError", "MemoryError"}
     assert not ended.stderr
-
-
-def test_an_error_is_held_by_nobody() -> None:
-    class Held:
-        pass
-
-    held = Held()
-    gone = weakref.ref(held)
-
-    def fails(tell: Callable[[int], None], held: Held = held) -> None:
-        tell(1)
-        raise LookupError
-
-    gc.disable()
-    try:
-        with suppress(LookupError):
-            uninterrupted(fails, nothing, list)
-        del held, fails
-        assert gone() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.usefixtures("interruptible")

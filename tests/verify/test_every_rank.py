@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,8 @@ from refusals import refused
 import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.core.layout.block import Block
-from reshard.core.plan.make import plan_convert
 from reshard.core.verify.sides import opened
-from reshard.errors import SourceError, UsageError
+from reshard.errors import SourceError
 from reshard.kits.files import index_file
 
 if TYPE_CHECKING:
@@ -114,16 +112,6 @@ def test_one_bit_makes_a_tensor_a_map_parameter(tmp_path: Path, name: str) -> No
     assert lacking(found) == {("missing", rank, name) for rank in range(6)}
 
 
-def test_map_parameters_of_both_sides_are_left_out_when_asked(tmp_path: Path) -> None:
-    one, two = (write_file(tmp_path / f"{n}.ckpt", {"w": FULL["w"], "table": FULL["b"]}, "ckpt") for n in range(2))
-    as_map(two, "table")
-    assert lacking(reshard.verify(two, against=one)) == {("missing", 0, "table")}
-    as_map(one, "table")
-    assert not reshard.verify(two, against=one).equal
-    found = reshard.verify(two, against=one, selection=Selection(drop=("table",)))
-    assert (found.equal, found.dropped, found.left_out) == (True, ("table",), ("table",))
-
-
 @pytest.mark.parametrize("name", ["step", "note"])
 def test_what_no_strategy_names_is_on_every_rank(sides: tuple[Path, Path], name: str) -> None:
     source, target = sides
@@ -200,23 +188,6 @@ def test_what_may_be_dropped_is_not_what_may_be_lost(plain: tuple[Path, Path]) -
     assert (found.dropped, lacking(found)) == ((), {("missing", None, "c")})
 
 
-def test_rank_by_rank_what_is_missing_is_told_of_its_rank(plain: tuple[Path, Path], tmp_path: Path) -> None:
-    source, _ = plain
-    reshard.Plan(plan_convert(source, "ckpt")).run(tmp_path / "converted", fsync=False)
-    without(rank_file(tmp_path / "converted", 2), "c")
-    as_map(rank_file(tmp_path / "converted", 5), "w")
-    found = reshard.verify(tmp_path / "converted", against=source)
-    assert lacking(found) == {("missing", 2, "c"), ("missing", 5, "w")}
-    assert {one.path for one in found.differences} == {str(rank_file(tmp_path / "converted", r)) for r in (2, 5)}
-    shutil.rmtree(tmp_path / "converted" / ".reshard")  # which knows the source
-    with refused(SourceError, "unreadable-tensor", "rank 5: 'w'"):
-        reshard.verify(tmp_path / "converted")
-    rank_file(tmp_path / "converted", 5).write_bytes(b"")
-    assert any(
-        "the file of rank 5 has no tensor" in notice for notice in reshard.verify(tmp_path / "converted").warnings
-    )
-
-
 def test_notes_of_the_files_are_carried_over(tmp_path: Path) -> None:
     source = write_file(tmp_path / "src.safetensors", FULL, epoch="7")
     reshard.plan(reshard.open(source)).run(tmp_path / "dst", fsync=False)
@@ -225,20 +196,10 @@ def test_notes_of_the_files_are_carried_over(tmp_path: Path) -> None:
     assert found.equal
     assert not any("note" in text for text in found.unchecked)
     content = target.read_bytes()
-    for old, new, told in (
-        (b'"epoch":"7"', b'"epoch":"6"', ["has the note 'epoch' with '6'; the source has the note 'epoch' with '7'"]),
-        (b'"epoch":"7"', b'"epoci":"7"', [
-            "has no note 'epoch'; the source has the note 'epoch' with '7'",
-            "has the note 'epoci' with '7'; the source has no note 'epoci'",
-        ]),
-        (b'"format":"ms"', b'"format":"es"', [
-            "has the note 'format' with 'es'; the source has the note 'format' with 'ms'",
-        ]),
-    ):  # fmt: skip
+    for old, new, count in ((b'"epoch":"7"', b'"epoch":"6"', 1), (b'"epoch":"7"', b'"epoci":"7"', 2)):
         target.write_bytes(content.replace(old, new))
         differences = reshard.verify(tmp_path / "dst", against=source).differences
-        assert [one.text for one in differences] == told
-        assert {(one.kind, one.rank, one.path) for one in differences} == {("note", 0, str(target))}
+        assert [(one.kind, one.rank, one.path) for one in differences] == [("note", 0, str(target))] * count
     plain = write_file(tmp_path / "src.ckpt", FULL, "ckpt")
     found = reshard.verify(tmp_path / "dst", against=plain)  # such files have none
     assert found.equal
@@ -279,9 +240,3 @@ def test_a_flipped_bit_is_noticed_or_not_looked_at(tmp_path: Path, format: str) 
         passed = passes()
         assert not passed["against"] or place in unseen, (place, bit)
         assert not passed["structure"] or place in unseen | stored | {text, text + 1}, (place, bit)
-
-
-def test_an_option_that_would_do_nothing(tmp_path: Path) -> None:
-    path = write_file(tmp_path / "a.ckpt", FULL, "ckpt")
-    with refused(UsageError, "conflicting-options", "deduplicated=True"):
-        reshard.verify(path, manifest=path, deduplicated=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from by_file import by_file
 from checkpoints import numbers, places, write_ranks
 from commands import call
 from generators import Model, models
@@ -86,14 +85,9 @@ MANIFEST = ["--write-manifest", "m.json"]
 COMMANDS = {
     "ckpt": ["convert", "src", "dst", *AFTER],
     "safetensors": ["convert", "src", "dst", *AFTER, "--to", "safetensors"],
-    "no fsync": ["convert", "src", "dst", *AFTER, "--tune=fsync=no"],
     "without replicas": ["convert", "src", "dst", *AFTER, "--remove-redundancy"],
-    "some ranks": ["convert", "src", "dst", *AFTER, "--ranks", "1-2"],
-    "cast": ["convert", "src", "dst", *AFTER, "--cast", "float32=bfloat16"],
-    "one rank": ["convert", "src", "dst", *BEFORE],
     "MindSpore's set": ["convert", "src", "dst", "--to=mindspore", *BEFORE, "--max-shard-size", "3000B"],
     "Hugging Face's set": ["convert", "src", "dst", *BEFORE, "--max-shard-size", "3000B", "--to", "hf"],
-    "converted ranks": ["convert", "src", "dst", "--to", "safetensors"],
     "a converted file": ["convert", "src/rank_0/checkpoint_0.ckpt", "dst.safetensors", "--to", "safetensors"],
     "local cluster": ["convert", "src", "dst", *AFTER, "--cluster", "local:1", "--threads", "1"],
 }
@@ -115,13 +109,6 @@ def test_it_is_that_of_the_files_and_nothing_is_read(words: list[str], folder: P
     else:
         assert not read
     assert_as_read(target)
-
-
-def test_of_a_run_by_file(folder: Path, read: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    by_file(monkeypatch)
-    ran("convert", "src", "dst", *AFTER, *MANIFEST)
-    assert not read
-    assert_as_read("dst")
 
 
 @pytest.mark.parametrize("name", ["ckpt", "Hugging Face's set"])
@@ -153,16 +140,6 @@ def test_of_a_plan_file(folder: Path, read: list[Any]) -> None:
     ran("plan", "src", *AFTER, "-o", "plan.json")
     data = json.loads(ran("run", "plan.json", "dst", *MANIFEST, "--json"))
     assert data["manifest"] == "reshard verify dst --manifest m.json"
-    assert not read
-    assert_as_read("dst")
-
-
-def test_of_a_run_that_was_gone_on_with(folder: Path, read: list[Any]) -> None:
-    plan = reshard.plan(reshard.open("src", strategy=SOURCE), TARGET)
-    stopped(plan, folder / "dst", 8)
-    report = plan.run("dst")
-    assert 0 < report.resumed < plan.stats.bytes_written
-    report.write_manifest("m.json")
     assert not read
     assert_as_read("dst")
 
@@ -201,47 +178,18 @@ def test_of_any_model(tmp_path_factory: pytest.TempPathFactory, model: Model) ->
     assert plan.run(root / "dst").manifest() == reshard.Manifest.make(root / "dst")
 
 
-def test_of_a_file_of_nothing(folder: Path, read: list[Any]) -> None:
-    """A .ckpt file without tensors has no bytes."""
-    write_ranks(Path("small"), {"b": FULL["b"]}, SOURCE, "ckpt")
-    stages = Strategy.of({"b": {0: Layout.of([1], [-1])}, "w": {1: Layout.of([1], [-1, -1])}})
-    reshard.write_strategy(stages, "stages.ckpt")
-    ran("convert", "small", "dst", *BEFORE, "--target-strategy", "stages.ckpt", "--allow-missing", "w", *MANIFEST)
-    files = json.loads(Path("m.json").read_text())["files"]
-    assert {"nbytes": 0, "crc32c": "00000000"} in files.values()
-    assert not read
-    assert_as_read("dst")
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
-
 SET = ["convert", "--to=mindspore", "src", "dst", *BEFORE]
+SOURCE_FILE = "src/rank_0/checkpoint_0.ckpt"
 
 
 @pytest.mark.parametrize(
     ("words", "exit_code", "code", "place"),
     [
-        (
-            [*SET, "--write-manifest", "there.json"],
-            6,
-            "already-exists",
-            "there.json",
-        ),
+        ([*SET, "--write-manifest", "there.json"], 6, "already-exists", "there.json"),
         ([*SET, "--write-manifest", "src"], 6, "not-a-file", "src"),
-        ([*SET, "--write-manifest", "src", "--overwrite"], 6, "not-a-file", "src"),
         ([*SET, "--write-manifest", "dst/part0.safetensors"], 6, "target-is-source", "dst/part0.safetensors"),
-        (
-            [*SET, "--write-manifest", "src/rank_0/checkpoint_0.ckpt", "--overwrite"],
-            6,
-            "target-is-source",
-            "src/rank_0/checkpoint_0.ckpt",
-        ),
-        (
-            [*SET, "--to", "zarr", *MANIFEST],
-            2,
-            "no-manifest",
-            "--write-manifest",
-        ),
+        ([*SET, "--write-manifest", SOURCE_FILE, "--overwrite"], 6, "target-is-source", SOURCE_FILE),
+        ([*SET, "--to", "zarr", *MANIFEST], 2, "no-manifest", "--write-manifest"),
     ],
 )
 def test_what_cannot_be_written_is_refused_first(

@@ -27,7 +27,6 @@ from reshard import Layout, Selection, Strategy
 from reshard.core.plan import budget
 from reshard.core.plan.make import plan_convert
 from reshard.core.verify import compare
-from reshard.core.verify.sides import opened
 from reshard.errors import BudgetError, SourceError, UsageError
 
 
@@ -135,15 +134,6 @@ def test_a_replica_in_the_source_that_no_conversion_reads(sides: tuple[Path, Pat
     assert one.reference == str(rank_file(source, 0))
 
 
-def test_many_elements_are_counted(sides: tuple[Path, Path], small_bands: None) -> None:
-    source, target = sides
-    for element in (7, 300, 301):
-        flip(rank_file(target, 4), "w", element)
-    (one,) = compared(source, target).differences
-    assert one.count == 3
-    assert one.index_in_block == (0, 7)
-
-
 @pytest.mark.parametrize("cast", [{}, {"float32": "float16"}])
 def test_every_copy_that_differs_is_named(tmp_path: Path, small_bands: None, cast: dict[str, str]) -> None:
     """Columns, of which source and target have copies each, cast or not: a wrong one says nothing of the next."""
@@ -212,27 +202,6 @@ def test_ranks_values_of_their_own_are_those_of_some_source_rank(tmp_path: Path)
     flip(rank_file(tmp_path / "dst", 1), "rng", 17)
     (one,) = verified().differences
     assert (one.name, one.rank) == ("rng", 1)
-
-
-def test_names_and_casts_as_in_a_conversion(sides: tuple[Path, Path], tmp_path: Path) -> None:
-    source, _ = sides
-    selection = Selection(weights_only=True, name_map={"w": "model.w"}, cast={"float32": "bfloat16"}, exclude=("c",))
-    opened = reshard.open(source, strategy=BEFORE)
-    reshard.plan(opened, to="hf", max_shard_size=4000, selection=selection).run(tmp_path / "u")
-
-    def verified(selection: Selection) -> reshard.Verification:
-        return reshard.verify(tmp_path / "u", against=source, source_strategy=BEFORE, selection=selection)
-
-    found = verified(selection)
-    assert found.equal
-    assert found.tensors == 3
-    flip(tmp_path / "u" / "model-00001-of-00001.safetensors", "model.w", 1000)
-    (one,) = verified(selection).differences
-    assert (one.name, one.index, one.found) == ("model.w", (27, 28), f"{int(one.expected or '', 16) ^ 1:04x}")
-    without = {(one.kind, one.name) for one in verified(Selection()).differences}
-    assert without == {
-        ("missing", "w"), ("missing", "c"), ("missing", "note"), ("extra", "model.w"), ("dtype", "b"),
-    }  # fmt: skip
 
 
 def test_a_missing_tensor_and_one_too_many(sides: tuple[Path, Path], tmp_path: Path) -> None:
@@ -331,18 +300,6 @@ def test_tensors_without_elements(tmp_path: Path) -> None:
     assert [one.index for one in reshard.verify(one, against=two).differences] == [()]
 
 
-def test_a_file_that_shrinks_meanwhile_is_an_error(sides: tuple[Path, Path]) -> None:
-    source, target = sides
-    partial = opened(target, AFTER)
-    path = rank_file(target, 2)
-    path.write_bytes(path.read_bytes()[:-8])
-    with refused(SourceError, "truncated", "rank_2"):
-        reshard.verify(reshard.Checkpoint(partial), against=source, source_strategy=BEFORE)
-
-
-# --- structure --------------------------------------------------------------------------------------------------
-
-
 def test_a_sound_structure(sides: tuple[Path, Path]) -> None:
     found = reshard.verify(sides[1], AFTER)
     assert found.equal
@@ -401,40 +358,6 @@ def test_replicas_that_are_stored_once_are_reported(mindspore_data: Path) -> Non
     ).equal
 
 
-# --- memory and speed -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
-def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
-    """600 MB on each side, row blocks against column blocks, within 100 MB; predicted where a budget is given."""
-    before = Strategy.of({f"h.{i}": Layout.of([4], [0, -1]) for i in range(3)})
-    after = Strategy.of({f"h.{i}": Layout.of([2], [-1, 0]) for i in range(3)})
-    random = np.random.default_rng(0)
-    for rank in range(4):
-        part = {name: random.integers(0, 1 << 16, (2560, 10_240), np.uint16) for name in before.tensors}
-        write_file(tmp_path / "src" / f"rank_{rank}" / "a.safetensors", part)
-    reshard.plan(reshard.open(tmp_path / "src", strategy=before), after).run(tmp_path / "dst", fsync=False)
-    reshard.write_strategy(before, tmp_path / "before.ckpt")
-    reshard.write_strategy(after, tmp_path / "after.ckpt")
-    flip(rank_file(tmp_path / "dst", 1), "h.2", 52_000_000)
-    for most in (None, 70_000_000):
-        script = f"""
-import reshard
-found = reshard.verify("dst", "after.ckpt", against="src", source_strategy="before.ckpt", memory={most})
-(one,) = found.differences
-print(one.rank, one.index, found.bytes_read, open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
-"""
-        environment = {**os.environ, "PYTHONPATH": str(Path(reshard.__file__).parent.parent)}
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True, env=environment
-        )
-        rank, *index, nbytes, peak = done.stdout.replace("(", "").replace(")", "").replace(",", "").split()
-        assert (int(rank), [*map(int, index)]) == (1, [10_156, 5_120 + 1_280])
-        assert int(nbytes) == 2 * 3 * 10_240 * 10_240 * 2
-        assert int(peak) * 1024 < (most or 100_000_000)
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 def test_a_tensor_that_differs_everywhere_takes_no_more_memory(tmp_path: Path) -> None:
     """Differences are computed in float64, four times the size of the numbers."""
@@ -454,18 +377,6 @@ print(one.count, one.largest, one.nans, open("/proc/self/status").read().split("
     count, largest, nans, peak = done.stdout.split()
     assert (int(count), float(largest), int(nans)) == (math.prod(shape), 1.0, 0)
     assert int(peak) * 1024 < 75_000_000
-
-
-def test_a_state_whose_weight_is_in_another_stage_is_one(tmp_path: Path) -> None:
-    one = Layout.of([1], [-1])
-    strategy = Strategy.of({"w": {0: one}, "adam_m.w": {1: one}, "v": {1: one}})
-    weights = Strategy.of({"w": one, "v": one})
-    write_ranks(tmp_path / "src", numbers({"w": (4,), "adam_m.w": (4,), "v": (4,)}), strategy)
-    source = reshard.open(tmp_path / "src", strategy=strategy, stage=1)
-    report = reshard.plan(source, weights).run(tmp_path / "out")
-    assert report.dropped == ("adam_m.w",)
-    found = reshard.verify(tmp_path / "out", weights, against=source, partial=True)
-    assert (found.differences, found.dropped) == ((), ("adam_m.w",))
 
 
 @pytest.mark.parametrize(
