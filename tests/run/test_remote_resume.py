@@ -17,7 +17,6 @@ from remotes import COLUMNS, FULL, ROWS, at_urls, get, put, records
 from samples import slow
 
 import reshard
-from reshard import Layout, Strategy
 from reshard.core.run.state import session
 from reshard.core.run.state.locks import LockObjects
 from reshard.core.run.state.session import Session
