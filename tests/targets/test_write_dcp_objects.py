@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +12,15 @@ import pytest
 from checkpoints import numbers, plan_with
 from commands import call, done
 from dcp_files import item, saved, write_torch
-from fsspec.core import url_to_fs
 from refusals import failed, refused
 from written_dcp import read
 
 import reshard
-from reshard import Selection, Strategy
+from reshard import Selection
 from reshard.errors import SourceError, UsageError
-from reshard.formats.dcp import carried as module
 from reshard.formats.dcp.names import DCP
 from reshard.formats.orbax.options import OrbaxTree
+from reshard.kits.torch import carried as module
 from reshard.kits.torch.objects import contents
 
 if TYPE_CHECKING:
@@ -52,23 +50,17 @@ def made(tmp_path: Path, *, paths: Any = None, **objects: bytes) -> reshard.Chec
 
 @pytest.mark.parametrize("name", ["fsdp2_uneven", "kinds", "files", "rank_local"])
 def test_real_ones_are_carried(root: Callable[[str], Path], tmp_path: Path, name: str) -> None:
-    """Whole, as rows of three and back: the bytes of every object, and where all is in the state that was saved."""
+    """The bytes of every object, and where all is in the state that was saved."""
     source = reshard.open(root(name))
     assert source._record.extras.objects
     plan = reshard.plan(source, to="dcp")
     assert not plan.dropped
     assert dict(plan._record.memory)["objects"] == sum(map(len, held(source).values()))
-    plan.run(tmp_path / "whole", fsync=False)
-    shapes = {key: tensor.spec.shape for key, tensor in source.tensors.items() if tensor.spec.shape}
-    rows = Strategy.from_rules(shapes, {"dp": 3}, {"*": ["shard(0)"]})
-    reshard.plan(reshard.open(tmp_path / "whole"), rows, to="dcp").run(tmp_path / "rows", fsync=False)
-    reshard.plan(reshard.open(tmp_path / "rows"), to="dcp").run(tmp_path / "back", fsync=False)
-    for target in ("whole", "rows", "back"):
-        found = reshard.open(tmp_path / target)
-        assert held(found) == held(source)
-        assert found._record.extras.paths == source._record.extras.paths
-        assert reshard.verify(tmp_path / target, against=root(name)).equal
-    written = read(tmp_path / "back")
+    plan.run(tmp_path / "out", fsync=False)
+    found, written = reshard.open(tmp_path / "out"), read(tmp_path / "out")
+    assert held(found) == held(source)
+    assert found._record.extras.paths == source._record.extras.paths
+    assert reshard.verify(tmp_path / "out", against=root(name)).equal
     assert written.objects.keys() == source._record.extras.objects.keys()
     assert written.planner_data.keys() == set(source._record.all_names)
     if name == "fsdp2_uneven":
@@ -102,19 +94,6 @@ def test_paths_follow_new_names(root: Callable[[str], Path], tmp_path: Path) -> 
     assert not reshard.plan(source, to="dcp", selection=Selection(include=("model.*", "step"))).warnings
 
 
-def test_at_a_url(root: Callable[[str], Path], tmp_path: Path) -> None:
-    fs, place = url_to_fs("memory://objects")
-    for path in root("mcore_tp2_pp2").iterdir():
-        fs.pipe(f"{place}/{path.name}", path.read_bytes())
-    source = reshard.open("memory://objects")
-    assert source.read_object("common.pt") == reshard.open(root("mcore_tp2_pp2")).read_object("common.pt")
-    reshard.plan(source, to="dcp").run("memory://carried-objects")
-    found = reshard.open("memory://carried-objects")
-    assert held(found) == held(source) == held(reshard.open(root("mcore_tp2_pp2")))
-    assert dict(contents(found._record.extras.beside)) == dict(contents(source._record.extras.beside))
-    assert reshard.verify("memory://carried-objects", against=root("mcore_tp2_pp2")).equal
-
-
 def test_names_that_cannot_be_nested(tmp_path: Path) -> None:
     """A list has places alone."""
     source = made(tmp_path, paths={"w": ("w",), "a.0": ("a", 0), "a.1": ("a", 1)}, a__0=saved(1), a__1=saved(2))
@@ -126,32 +105,17 @@ def test_names_that_cannot_be_nested(tmp_path: Path) -> None:
 
 
 def test_what_is_chosen_is_carried(root: Callable[[str], Path], tmp_path: Path) -> None:
-    group = "optim.param_groups.0."
-    for number, (options, carried) in enumerate((
-        (["--include", "model.*", "--include", f"{group}*", "--exclude", f"{group}params"], 11),
-        (["--weights-only"], 0),
-        (["--include", "model.*", "--include", "step"], 1),
+    source, group = reshard.open(root("fsdp2_uneven")), "optim.param_groups.0."
+    for number, (selection, carried) in enumerate((
+        (Selection(include=("model.*", f"{group}*"), exclude=(f"{group}params",)), 11),
+        (Selection(weights_only=True), 0),
+        (Selection(include=("model.*", "step")), 1),
     )):  # fmt: skip
-        done("convert", root("fsdp2_uneven"), tmp_path / f"{number}", "--to", "dcp", *options)
-        found = reshard.open(tmp_path / f"{number}")
-        assert len(found._record.extras.objects) == carried
+        reshard.plan(source, to="dcp", selection=selection).run(tmp_path / f"{number}")
+        assert len(reshard.open(tmp_path / f"{number}")._record.extras.objects) == carried
         assert reshard.verify(tmp_path / f"{number}").equal
-    target = done("convert", root("fsdp2_uneven"), tmp_path / "hf", "--to", "hf", "--dry-run", "-v").stdout
-    assert "dropped  15 names: optim.param_groups.0.lr" in target
-    orbax = plan_with(reshard.open(root("mcore_tp2_pp2")), files=OrbaxTree())
-    assert set(MEGATRON) < set(orbax.dropped)
-
-
-def test_what_megatron_says_is_read_for_a_step_alone(
-    root: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(module, "iteration", asked.append)
-    source = reshard.open(root("mcore_tp2_pp2"))
-    reshard.plan(source, to="dcp")
-    assert not asked
-    reshard.plan(source, to="dcp", target_step=7)
-    assert asked == [source._record]
+    assert len(reshard.plan(source, to="hf").dropped) == 15
+    assert set(MEGATRON) < set(plan_with(reshard.open(root("mcore_tp2_pp2")), files=OrbaxTree()).dropped)
 
 
 def test_a_name_twice(tmp_path: Path) -> None:
@@ -192,29 +156,16 @@ def test_objects_that_differ_are_found(tmp_path: Path) -> None:
     others = {"a": saved("one"), "b": saved("TWO")}
     write_torch(tmp_path / "changed", FULL, {0: ITEMS}, objects=others)
     write_torch(tmp_path / "fewer", FULL, {0: ITEMS}, objects={"a": saved("one")})
-    for target, said in (
-        ("changed", f"has other bytes than that of the source in {tmp_path}/out/__0_0.distcp"),
-        ("fewer", "is in the source, not in the target"),
-    ):
+    for target in ("changed", "fewer"):
         (one,) = reshard.verify(tmp_path / target, against=tmp_path / "out").differences
-        assert (one.kind, one.name, str(one.text)) == ("object", "b", said)
-        shown = call("verify", tmp_path / target, "--against", tmp_path / "out")
-        assert shown.exit_code == 3
-        assert f"  object b: {said}" in shown.stdout
-
-
-def test_a_run_that_is_planned_is_planned_again(root: Callable[[str], Path], tmp_path: Path) -> None:
-    words = ("--to", "dcp", "--target-step", "5")
-    done("plan", root("mcore_tp2_pp2"), "-o", tmp_path / "plan.json", *words)
-    done("run", tmp_path / "plan.json", tmp_path / "out")
-    again = done("convert", "--to=mindspore", root("mcore_tp2_pp2"), tmp_path / "out", *words).stdout
-    assert "nothing is left to do: 1 dcp file and its index" in again
+        assert (one.kind, one.name) == ("object", "b")
+        assert call("verify", tmp_path / target, "--against", tmp_path / "out").exit_code == 3
 
 
 # --- Megatron ---
 
 
-@pytest.mark.parametrize("name", ["mcore_tp2_pp2", "mcore_moe_ep2", "mcore_layers_apart"])
+@pytest.mark.parametrize("name", ["mcore_tp2_pp2", "mcore_layers_apart"])
 def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """Below the directory of a run, as Megatron looks for them; of the optimizer every bit."""
     source = reshard.open(root(name))
@@ -244,16 +195,12 @@ def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, 
 
 def test_the_step_of_a_run(root: Callable[[str], Path], tmp_path: Path) -> None:
     source = reshard.open(root("mcore_tp2_pp2"))
-    done("convert", root("mcore_tp2_pp2"), tmp_path, "--to", "dcp", "--target-step", "5")
-    other = done("convert", tmp_path, tmp_path, "--to", "dcp", "--target-step", "12")
-    assert "warning: " in other.stderr
+    run = ("--to", "dcp", "--target-step")
+    done("convert", root("mcore_tp2_pp2"), tmp_path, *run, "5")
+    other = done("convert", tmp_path, tmp_path, *run, "12")
     assert "says iteration 5, and is carried so to iteration 12" in other.stderr.replace("\n", " ")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"
-    assert [one.name for one in tmp_path.glob("iter_*")]
-    failed(
-        6, "is-iteration", "convert", tmp_path, tmp_path / "iter_0000005", "--to", "dcp", "--target-step", "5",
-        places=("iter_0000005",),
-    )  # fmt: skip
+    failed(6, "is-iteration", "convert", tmp_path, tmp_path / "iter_0000005", *run, "5", places=("iter_0000005",))
     for step in (-1, 10**18):
         with refused(UsageError, "out-of-range", f"step is {step}"):
             DCP(step=step)
@@ -273,16 +220,6 @@ def test_a_file_of_another_program_is_not_megatrons(tmp_path: Path) -> None:
     assert not found._record.extras.beside
     reshard.plan(found, to="dcp").run(tmp_path / "out")
     assert read(tmp_path / "out").planner_data == {"w": ("w",), "v": ("v",), "o": ("o",)}
-
-
-def test_a_damaged_common_file(root: Callable[[str], Path], tmp_path: Path) -> None:
-    copied = shutil.copytree(root("mcore_flat"), tmp_path / "src")
-    content = bytearray((copied / "common.pt").read_bytes())
-    content[content.index(b"iteration")] ^= 1
-    (copied / "common.pt").write_bytes(content)
-    with refused(SourceError, "wrong-checksum", "'common.pt'"):
-        reshard.plan(reshard.open(copied), to="dcp")
-    reshard.plan(reshard.open(copied), to="safetensors").run(tmp_path / "whole")
 
 
 # --- with PyTorch, and with Megatron ---
