@@ -144,8 +144,8 @@ OF_FORMATS = {
 """The modules outside of its folder that import a format: all but a few know files of ranks, the last resort."""
 
 BESIDE = {
-    ("checkpoint2", "dcp"), ("checkpoint2", "ranks"), ("dcp", "ranks"), ("deepspeed", "torch_save"),
-    ("megatron", "torch_save"), ("ranks", "sets"), ("sets", "zarr"), ("zarr", "dcp"), ("zarr", "sets"),
+    ("checkpoint2", "ranks"), ("dcp", "ranks"), ("deepspeed", "torch_save"),
+    ("megatron", "torch_save"), ("ranks", "sets"), ("zarr", "sets"),
 }  # fmt: skip
 """The formats that import another one, which they do not extend."""
 

@@ -20,8 +20,9 @@ from written_dcp import read
 import reshard
 from reshard import DCP, Selection, Strategy, read_object
 from reshard.errors import SourceError, UsageError
-from reshard.formats.dcp import carried as module
 from reshard.formats.orbax.options import OrbaxTree
+from reshard.kits.torch import carried as module
+from reshard.kits.torch import objects
 from reshard.kits.torch.objects import contents
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def test_what_megatron_says_is_read_for_a_step_alone(
     root: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(module, "iteration", asked.append)
+    monkeypatch.setattr(objects, "iteration", asked.append)
     source = reshard.open(root("mcore_tp2_pp2"))
     reshard.plan(source, format="dcp")
     assert not asked

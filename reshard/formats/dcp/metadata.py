@@ -22,28 +22,17 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.storage.places import Place
+    from reshard.kits.torch.carried import KeyPath
 
 _EXPECTED = "the metadata of a distributed checkpoint (DCP)"
 _MOST_BOXES = 1 << 21
 _DEEPEST = 64  # of dicts in each other
 
-COMMON, BACKEND = "common.pt", "metadata.json"
-"""Sidecar files of Megatron-Core: non-tensor state (if not stored as objects), and the storage backend."""
-
 STREAM = ("stream.zstd/1",)
 """The encoding of items that are zstd streams."""
 
-BUCKET = (
-    "is a bucket of Megatron's optimizer (dp_reshardable): its contents are not described, so it can only be copied to "
-    "another DCP and resumed with the same layout"
-)
 _WIDEST = 16  # bytes of an element of a dtype that is not known
 WHOLE_SHAPE = "nd_reformulated_orig_global_shape"
-BUCKETS = "optimizer.distributed.dp_group_idx_"
-
-
-KeyPath = tuple[str | int, ...]
-"""The path of a value in nested dicts and lists: keys and indices."""
 
 
 class DeclaredTensor(NamedTuple):

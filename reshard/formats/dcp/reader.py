@@ -41,11 +41,13 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.dcp.hf_blocks import without_notes
 from reshard.formats.dcp.items import Span, read_items
-from reshard.formats.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
+from reshard.formats.dcp.metadata import STREAM, DCPMetadata
 from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS
 from reshard.kits import safetensors
 from reshard.kits.headers import read_indexes
 from reshard.kits.torch.archive import Archives, ZipPart
+from reshard.kits.torch.carried import BUCKET, BUCKETS
+from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import describe
 
 if TYPE_CHECKING:

@@ -28,14 +28,14 @@ from reshard.core.storage.places import as_place, can
 from reshard.core.target import Target, TargetFile, literal
 from reshard.dtypes import BY_NAME
 from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
-from reshard.formats.dcp.carried import old_names, read_carried
 from reshard.formats.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, FILES, parts_below
 from reshard.formats.dcp.reader import rank_of
 from reshard.formats.dcp.writer import DCPTarget
-from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, check_nesting, followed, metadata, without_gaps
+from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
+from reshard.kits.torch.carried import followed, nested, old_names, read_carried
 from reshard.kits.torch.saved_tensors import torch_dtype
-from reshard.strategy.names import matches, omitted, optimizer_states
+from reshard.strategy.names import matches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Request
     from reshard.core.storage.places import Place
     from reshard.core.target import TargetInputs
-    from reshard.formats.dcp.metadata import DeclaredTensor, Item, KeyPath
+    from reshard.formats.dcp.metadata import DeclaredTensor, Item
+    from reshard.kits.torch.carried import KeyPath
 
 _ITEM_BYTES = 2000  # resident memory of an item: metadata read twice, and written
 _ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")
@@ -91,9 +92,8 @@ class Relinked(Target):
         if not carried:
             raise UsageError("everything chosen is dropped; the target would be empty", code="no-tensors")
         old_paths = source_metadata.paths
-        paths = {new: followed(old_paths[old], old, new) for new, old in carried.items() if old in old_paths}
-        check_nesting(paths, faults)
-        paths = without_gaps(paths)
+        new_paths = {new: followed(old_paths[old], old, new) for new, old in carried.items() if old in old_paths}
+        paths = nested(new_paths, faults)
         sidecar_files = read_carried(source.extras.beside, faults)
         faults.raise_if_any(SourceError)
         files = _Links(source, directory)
@@ -303,16 +303,3 @@ def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
     if unread := sorted(set(carried.values()) & source.unreadable.keys()):
         yield f"carried as they are, and not looked into: {names(unread, most=3)}"
     yield from old_names(source, carried, carried.values())
-    if states := sorted(_unrenamed_states(source, carried)):
-        yield f"optimizer states keep their names though their weights do not: {names(states, most=3)}"
-
-
-def _unrenamed_states(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
-    """Yield optimizer states that keep their names though their weights are renamed."""
-    new_names = {old: new for new, old in carried.items()}
-    states = optimizer_states(source.all_names)
-    outers = omitted(states.values(), lambda weight: new_names.get(weight, weight))
-    for name, state in states.items():
-        new = new_names.get(state.weight, state.weight)
-        if new_names.get(name) == name != state.of(new, omits=state.outer in outers) and new != state.weight:
-            yield name

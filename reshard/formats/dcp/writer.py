@@ -23,10 +23,11 @@ from reshard.core.layout.replicas import by_size
 from reshard.core.model.entries import Content, Crc, FileLayout
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal
 from reshard.errors import UsageError
-from reshard.formats.dcp.carried import HOW_TO_LOAD, Carried, check_objects, files_beside, is_for_megatron
+from reshard.formats.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.formats.dcp.names import DCP_INDEX, TRACKER
 from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
 from reshard.formats.ranks.writer import fitted
+from reshard.kits.torch.carried import Carried, nested
 from reshard.kits.torch.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class DCPTarget(Target):
         }
         self._wanted: dict[tuple[Grid, tuple[int, ...]], TargetBlocks] = {}
         self._carried = Carried(source, {item.name: item.tensor.spec.name for item in items}, objects, faults)
+        self._paths = nested(self._carried.paths or {}, faults)
         self.carried = self._carried.names
         self._sidecar_files, self._is_made = self._carried.beside, False
         if not self._sidecar_files and is_for_megatron(source, files.step):
@@ -132,7 +134,7 @@ class DCPTarget(Target):
                     Content(item.name, item.dtype, shape), saved_tensor(item.dtype, shape)
                 )
                 parts[item.name].append(ItemPart(block.start, shape, self._data_files[number].path, begin, nbytes))
-        paths = {} if self._is_made else self._carried.paths
+        paths = {} if self._is_made else self._paths
         entries = [
             ListedTensor(
                 item.name,

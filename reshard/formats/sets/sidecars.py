@@ -17,9 +17,6 @@ from reshard.core.storage.small import read_small
 from reshard.errors import SourceError, bytes_text, names
 from reshard.expressions.model_config import with_dtypes, without_quantization
 from reshard.formats.parts import is_of_a_set
-from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
-from reshard.formats.zarr.layout import NAME as ZARR
-from reshard.formats.zarr.layout import ZarrGroup
 from reshard.kits.indexes import MODEL_CONFIG
 
 if TYPE_CHECKING:
@@ -54,13 +51,13 @@ class Sidecars:
         outside: names of links to files outside the set, which are left out.
     """
 
-    def __init__(self, source: Checkpoint, files: object, items: Sequence[TargetTensor]) -> None:
+    def __init__(self, source: Checkpoint, items: Sequence[TargetTensor], *, are_wanted: bool = True) -> None:
         """Read the files.
 
         Args:
             source: the checkpoint that is converted.
-            files: the file layout of the target; only sets and zarr stores have sidecar files.
             items: the planned tensors.
+            are_wanted: the target is a set or a zarr store; no other has sidecar files.
 
         Raises:
             SourceError: a file cannot be read.
@@ -68,9 +65,8 @@ class Sidecars:
         self.contents: dict[str, bytes] = {}
         self.too_large: list[str] = []
         self.outside: list[str] = []
-        is_written = type(files) in {HuggingFaceSet, MindSporeSet, ZarrGroup}
         is_renamed = source.origin is not None and source.origin.rules is not None
-        if is_renamed or not is_written:
+        if is_renamed or not are_wanted:
             return  # with rules the target is of another program
         first, skipped = source.opened, _NO_NAMES
         while computation := first.opening.computation:
@@ -131,7 +127,7 @@ def shard_size(source: Checkpoint) -> int:
     """Return the most bytes of tensors in a file of a set of several files, or of a store made of one; 0 for others."""
     first = _first(source)
     weights = [file for _, file in first.stored_files if is_of_a_set(as_place(file.path).name)]
-    if first.extras.described_by or first.strategy or first.file_format == ZARR or len(weights) < 2:
+    if first.extras.described_by or first.strategy or len(weights) < 2:
         return first.extras.shard_size
     return max(sum(entry.nbytes for entry in file.index.entries.values() if entry.text is None) for file in weights)
 
