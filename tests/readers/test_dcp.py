@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import helpers
 import numpy as np
 import pytest
 from checkpoints import assert_equal, numbers, write_file
@@ -22,6 +19,7 @@ from reshard.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from dcp_files import Box
 
@@ -74,48 +72,6 @@ def test_real_ones_are_their_whole_tensors(case: Callable[[str], Path], name: st
     assert found.ranks == tuple(range(ranks))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_they_are_converted_and_verified(case: Callable[[str], Path], tmp_path: Path, name: str) -> None:
-    """To whole tensors, to other ranks and back to whole ones, to zarr, and by a saved plan; objects are left out."""
-    root = case(name)
-    source, full = reshard.open(root), full_of(root)
-    rows = Strategy.of({
-        key: Layout.of([2, 2], [1, *[-1] * (value.ndim - 1)]) for key, value in full.items()
-    })  # fmt: skip
-    plan = reshard.plan(source, rows)
-    assert plan.dropped == ("extra.step",)
-    plan.run(tmp_path / "rows", fsync=False)
-    assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
-    reshard.plan(reshard.open(tmp_path / "rows", strategy=rows), files=HuggingFaceSet(), format="safetensors").run(
-        tmp_path / "back", fsync=False
-    )
-    assert_equal(reshard.open(tmp_path / "back"), full)
-    source.to_zarr(tmp_path / "zarr", fsync=False)
-    assert_equal(reshard.open(tmp_path / "zarr"), full)
-    plan = reshard.plan(source)
-    plan.save(tmp_path / "plan.json")
-    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
-    assert_equal(reshard.open(tmp_path / "whole"), full)
-    for target in ("rows", "zarr", "whole"):
-        found = reshard.verify(tmp_path / target)  # against the source, as the ledger says
-        assert found.equal
-        assert found.against == source.root
-        assert "extra.step" in found.dropped
-    assert reshard.verify(root).tensors == len(full)
-
-
-def test_weights_for_hugging_face_by_one_command(case: Callable[[str], Path], tmp_path: Path) -> None:
-    root = case(CASES[0])
-    done("unify", root, tmp_path / "hf", "--style", "huggingface", "--weights-only")
-    assert_equal(
-        reshard.open(tmp_path / "hf"), {name: value for name, value in full_of(root).items() if name[:6] == "model."}
-    )
-    chosen = done("unify", root, tmp_path / "some", "--include", "model.*", "--exclude", "*norm*", "-v")
-    assert "extra.step" in chosen.stdout  # among what is left out
-    assert len(reshard.open(tmp_path / "some")) == 7
-    done("verify", tmp_path / "some")
-
-
 def test_at_a_url(case: Callable[[str], Path]) -> None:
     root = case(CASES[0])
     fs, place = url_to_fs("memory://hyper")
@@ -145,18 +101,6 @@ def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
     with refused(SourceError, "missing-tracker", TRACKER, "iteration=12"):
         reshard.open(root)
     assert_equal(reshard.open(root, iteration=4), full_of(root))
-
-
-def test_objects_are_listed(case: Callable[[str], Path]) -> None:
-    root = case(CASES[0])
-    assert "not a tensor: extra.step: is an object that is not read" in done("inspect", root).stdout
-    assert json.loads(done("inspect", root, "--json").stdout)["objects"] == {
-        "extra.step": "is an object that is not read"
-    }
-    assert "is an object that is not read" in reshard.open(root)._repr_html_()
-    assert not reshard.open(root).sel("model.*")._record.extras.objects
-    with refused(UsageError, "no-tensors"):
-        reshard.plan(reshard.open(root), selection=Selection(include=("extra.*",)))
 
 
 @pytest.mark.parametrize("package", [OLD, NEW])
@@ -330,13 +274,3 @@ def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Pa
                 6, "target-is-source", "unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite",
                 places=(path.name,),
             )  # fmt: skip
-
-
-def test_headers_are_what_the_safetensors_library_says(case: Callable[[str], Path]) -> None:
-    root = case(CASES[0])
-    checkpoint = reshard.open(root)
-    for file in checkpoint._record.files:
-        held = helpers.read_rank_file(Path(file.path))
-        assert {name: entry.shape for name, entry in file.index.entries.items()} == {
-            name: shape for name, (_, shape, _) in held.items()
-        }

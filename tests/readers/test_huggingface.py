@@ -14,14 +14,13 @@ from fsspec.core import url_to_fs
 from refusals import failed, refused
 
 import reshard
-from reshard import HuggingFaceSet, Layout, Strategy
+from reshard import Layout, Strategy
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-CASES = ["hf_sharded/checkpoint", "hf_consolidated/checkpoint/sharded"]
 FULL = numbers({"w": (6, 4), "s": (), "b": (5,)}) | {"n": np.arange(4, dtype=np.int64), "e": np.zeros((0, 2), np.int8)}
 
 
@@ -43,46 +42,35 @@ def three(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_real_ones_are_their_whole_tensors(mindspore_data: Path, tmp_path: Path, name: str) -> None:
-    root = mindspore_data / "dcp" / name
-    full = dict(np.load(mindspore_data / "dcp" / name.partition("/")[0] / "full.npz"))
-    found = reshard.open(root)
+def test_a_real_one_that_pytorch_consolidated_beside(mindspore_data: Path, tmp_path: Path) -> None:
+    root = mindspore_data / "dcp" / "hf_consolidated"
+    full, found = np.load(root / "full.npz"), reshard.open(root / "checkpoint")
     assert_equal(found, full)
-    assert set(found.ranks) == {0, 1, 2, 3}
-    done("unify", root, tmp_path / "hf", "--style", "huggingface")
-    assert_equal(reshard.open(tmp_path / "hf"), full)
-    done("verify", tmp_path / "hf")
+    assert not found.warnings
+    sharded = reshard.open(root / "checkpoint" / "sharded")
+    assert_equal(sharded, full)
+    assert set(sharded.ranks) == {0, 1, 2, 3}
+    assert reshard.verify(root / "checkpoint", against=root / "checkpoint" / "sharded").equal
+    reshard.plan(sharded, format="hf").run(tmp_path / "hf")
     for path in (tmp_path / "hf").glob("*.safetensors"):
         assert b"DCP_" not in path.read_bytes()
-        assert_equal(reshard.open(path), full)
-
-
-def test_what_pytorch_consolidated_beside_is_a_set(mindspore_data: Path) -> None:
-    root = mindspore_data / "dcp" / "hf_consolidated"
-    found = reshard.open(root / "checkpoint")
-    assert_equal(found, np.load(root / "full.npz"))
-    assert not found.warnings
-    assert reshard.verify(root / "checkpoint", against=root / "checkpoint" / "sharded").equal
 
 
 def test_every_row_of_what_pytorch_does_wrong_is_right(three: Path, tmp_path: Path) -> None:
-    """0-dimensional tensors, integers, empty tensors and blocks, replicas: through ranks and back, zarr, a plan."""
+    """0-dimensional tensors, integers, empty tensors and blocks, replicas."""
     source = reshard.open(three)
     assert_equal(source, FULL)
     columns = Strategy.of({"w": Layout.of([2], [-1, 0])})
-    reshard.plan(source, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
-    assert_equal(reshard.open(tmp_path / "hf"), FULL)
-    source.to_zarr(tmp_path / "zarr", fsync=False)
-    assert_equal(reshard.open(tmp_path / "zarr"), FULL)
-    reshard.plan(source).save(tmp_path / "plan.json")
-    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
-    assert_equal(reshard.open(tmp_path / "whole"), FULL)
     reshard.plan(source.sel("w"), columns).run(tmp_path / "columns", fsync=False)
     assert_equal(reshard.open(tmp_path / "columns", strategy=columns), {"w": FULL["w"]})
-    for target in ("hf", "zarr", "whole", "columns"):
-        assert reshard.verify(tmp_path / target).equal
+    source.to_zarr(tmp_path / "zarr", fsync=False)
+    assert_equal(reshard.open(tmp_path / "zarr"), FULL)
+    assert reshard.verify(tmp_path / "zarr").equal
     assert reshard.verify(three).tensors == len(FULL)
+    first = "shard-00001-model-00001-of-00001.safetensors"
+    shutil.copy(three / first, three / first.replace("of-00001", "of-00002"))
+    with refused(SourceError, "several-checkpoints", three, "1, 2 files"):
+        reshard.open(three)
 
 
 def test_at_a_url(three: Path) -> None:
@@ -165,11 +153,3 @@ def test_offsets_that_cannot_be(tmp_path: Path, offsets: Any) -> None:
     found = reshard.open(tmp_path)
     assert set(found) == {"b"}
     assert set(found.unreadable) == {"w"}
-
-
-def test_files_of_two_sets(three: Path) -> None:
-    shutil.copy(
-        three / "shard-00001-model-00001-of-00001.safetensors", three / "shard-00001-model-00001-of-00002.safetensors"
-    )
-    with refused(SourceError, "several-checkpoints", three, "1, 2 files"):
-        reshard.open(three)

@@ -15,17 +15,14 @@ from checkpoints import tree, write_file
 from commands import call, done
 from dcp_files import write_hyper
 from fsspec.core import url_to_fs
-from linked_dcp import FULL, WHOLE, assert_equal, described, linked, paths_in, shares, simple
+from linked_dcp import FULL, WHOLE, assert_equal, linked, paths_in, shares, simple
 from refusals import failed, refused
 
 import reshard
 from reshard import DCP, Selection, Strategy
 from reshard.core.storage import local
 from reshard.core.storage.local import LocalStore
-from reshard.dtypes import BY_NAME
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
-from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
-from reshard.kits.torch.saved_tensors import saved_tensor, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -244,17 +241,6 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
             reshard.plan(checkpoint, files=DCP(link=True), **more)  # type: ignore[arg-type]
 
 
-def test_files_of_objects_must_be_there(mindspore_data: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(mindspore_data / "dcp" / "files" / "checkpoint", tmp_path / "files")
-    place = described(root)["listed"]["object.a"][-1][None]["relative_path"]
-    os.truncate(root / place, 5)
-    with refused(SourceError, "truncated", place, "5 bytes"):
-        reshard.open(root)
-    (root / place).unlink()
-    with refused(SourceError, "missing-file", place):
-        reshard.open(root)
-
-
 # --- the command line ---
 
 
@@ -280,27 +266,3 @@ def test_the_command(tmp_path: Path, apart: Path) -> None:
         failed(2, str(said[0]), "transform", *given, *more, places=said[1:])
     result = call("transform", apart, tmp_path / "other", "--link")
     assert result.exit_code == 2 or "linked" in result.stdout
-
-
-def test_time_does_not_depend_on_size(tmp_path: Path) -> None:
-    """10 GB of holes take as long as 10 MB: what is read are the heads of the items."""
-    seconds = []
-    for name, rows in (("small", 1 << 9), ("large", 1 << 19)):
-        saved = saved_tensor(BY_NAME["float32"], (rows, 1024))
-        parts, listed = [], []
-        (tmp_path / name).mkdir()
-        with open(tmp_path / name / "__0_0.distcp", "wb") as file:  # noqa: PTH123
-            for number in range(5):
-                begin = number * saved.nbytes
-                for offset, content in saved.literals:
-                    file.seek(begin + offset)
-                    file.write(content)
-                parts = [ItemPart((0, 0), (rows, 1024), "__0_0.distcp", begin, saved.nbytes)]
-                dtype = torch_dtype("", BY_NAME["float32"])
-                listed.append(ListedTensor(f"w{number}", dtype, (rows, 1024), parts, (f"w{number}",)))
-        (tmp_path / name / ".metadata").write_bytes(metadata(listed, {}))
-        report = linked(tmp_path / name, tmp_path / f"{name}-out", {"w*": "v*"})
-        seconds.append(report.seconds)
-        assert (tmp_path / f"{name}-out" / "__0_0.distcp").stat().st_size == 5 * saved.nbytes
-    assert 5 * saved.nbytes > 10e9
-    assert max(seconds) < 5
