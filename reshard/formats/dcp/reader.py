@@ -152,7 +152,6 @@ class _DCPFiles:
         files: all files, in the order of ranks.
         ranks: the rank of each file.
         numbers: the number of each file, by path.
-        unlisted: tensors of safetensors files that the metadata do not list, by file.
         streams: files whose items are all zstd streams, by path.
     """
 
@@ -170,7 +169,6 @@ class _DCPFiles:
         self.ranks = tuple(map(rank_of, ordered))
         self.numbers = {file: number for number, file in enumerate(ordered)}
         self.entries: dict[Item, Entry | str] = {}
-        self.unlisted: dict[str, list[str]] = {}
         self.streams: dict[str, Streams] = {}
         headed = [file for file in ordered if _has_header(directory / file, [item for _, item in self._items[file]])]
         files = self._with_header(headed)
@@ -183,9 +181,7 @@ class _DCPFiles:
         files = dict(zip(names, map(without_notes, indexes), strict=True))
         for file, source_file in files.items():
             lacks = f"is not in {file}, where {self._metadata.described_by} says it is"
-            entries, items = source_file.index.entries, [item for _, item in self._items[file]]
-            self.entries |= {item: entries.get(item.key, lacks) for item in items}
-            self.unlisted[file] = sorted(entries.keys() - {item.key for item in items})
+            self.entries |= {item: source_file.index.entries.get(item.key, lacks) for _, item in self._items[file]}
         return files
 
     def _without_header(self, names: Sequence[str], first: int) -> dict[str, SourceFile]:
@@ -418,8 +414,5 @@ def _warnings(directory: Place, listing: Sequence[str], metadata: DCPMetadata, f
         yield f"{metadata.described_by} does not name {names(unnamed_paths, most=3)}, which is not read"
     if unfinished := sorted(name for name in listing if name.endswith(".metadata.tmp")):
         yield f"{unfinished[0]} is there: saving another checkpoint here was interrupted, which may have replaced files"
-    for name, tensor_names in files.unlisted.items():
-        if tensor_names:
-            yield f"{name} has {names(tensor_names, most=3)}, which {metadata.described_by} does not list"
     if several := [name for name in metadata.objects if len(metadata.items.get(name, ())) > 1]:
         yield f"several ranks have an object {names(several, most=3)} each; that of the first rank is taken"

@@ -114,18 +114,17 @@ class Relinked(Target):
     @classmethod
     def settled(cls, request: Request, source: Checkpoint) -> Request:
         """Return the request; raise `UsageError` if linked files cannot satisfy it."""
-        if request.target:
-            raise UsageError(
-                "linked files keep their blocks", code="not-linkable", hint=_hint("the target strategy or pattern")
-            )
-        if request.selection.cast:
-            raise UsageError("linked files keep their dtypes", code="not-linkable", hint=_hint("the cast"))
-        if request.selection.rules:
-            raise UsageError("linked files keep their shapes", code="not-linkable", hint=_hint("the rules"))
+        for asked, option, kept in (
+            (request.target, "the target strategy or pattern", "blocks"),
+            (request.selection.cast, "the cast", "dtypes"),
+            (request.selection.rules, "the rules", "shapes"),
+            (source.lora, "the adapter", "bytes"),
+        ):
+            if asked:
+                hint = f"leave {option} out, or the links"
+                raise UsageError(f"linked files keep their {kept}", code="not-linkable", hint=hint)
         if any(file.inputs is not None for file in source.files):
             raise UsageError("computed tensors are in no file", code="not-linkable", hint=_COPY)
-        if source.lora:
-            raise UsageError("linked files keep their bytes", code="not-linkable", hint=_hint("the adapter"))
         return DCPTarget.settled(request, source)
 
     def files(self, *_: object) -> tuple[TargetFile, ...]:
@@ -154,10 +153,6 @@ def _metadata_of(source: Checkpoint) -> tuple[Place, DCPMetadata]:
     if not FILES.shown_by(Listing(directory, entries)):
         entries = parts_below(directory, entries)
     return directory, DCPMetadata(directory, entries)
-
-
-def _hint(option: str) -> str:
-    return f"leave {option} out, or the links"
 
 
 class _Links:

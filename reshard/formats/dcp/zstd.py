@@ -50,7 +50,7 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A file of zstd streams; see `formats.decoding.Chunks`.
+    """A file of zstd streams; see `kits.chunks.decoding.Chunks`.
 
     Attributes:
         chunk_bytes: the most bytes that a stream decodes to, and their distance in the virtual file.
