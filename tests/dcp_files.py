@@ -23,35 +23,41 @@ if TYPE_CHECKING:
     from checkpoints import Array
 
 OLD, NEW = "hyper_parallel.core.checkpoint", "hyper_parallel.core.distributed_checkpoint"
-NAMES = {
-    "metadata": [
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
-        "MetadataIndex",
-    ],
-    "storage": ["StorageInfo"],
-}  # fmt: skip
+TORCH = "torch.distributed.checkpoint"
+STORAGES = {"float32": "FloatStorage", "int64": "LongStorage", "float64": "DoubleStorage", "complex128": "X"}
+METADATA = [
+    "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
+    "MetadataIndex",
+]  # fmt: skip
+OF_TORCH = {
+    "torch": [*STORAGES.values(), "Size", "float32", "int64", "float64"],
+    "torch._utils": ["_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_from_type_v2"],
+    f"{TORCH}.metadata": METADATA,
+    f"{TORCH}.filesystem": ["_StorageInfo"],
+}
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and extents."""
 
 
 @contextmanager
-def classes(package: str = NEW) -> Iterator[Any]:
+def classes(names: Mapping[str, Iterable[str]]) -> Iterator[Any]:
     """Empty classes by these names, in modules that can be imported for the time being."""
     found = ModuleType("found")
-    parts = package.split(".")
-    above = {".".join(parts[: number + 1]): ModuleType(part) for number, part in enumerate(parts)}
-    sys.modules.update(above)
-    for module, names in NAMES.items():
-        made = sys.modules[f"{package}.{module}"] = ModuleType(module)
-        for name in names:
-            made.__dict__[name] = type(name, (), {"__module__": f"{package}.{module}"})
+    parts = [module.split(".") for module in names]
+    modules = dict.fromkeys(".".join(each[:depth]) for each in parts for depth in range(1, len(each) + 1))
+    before = {module: sys.modules.pop(module) for module in modules if module in sys.modules}
+    for module in modules:
+        made = sys.modules[module] = ModuleType(module)
+        for name in names.get(module, ()):
+            made.__dict__[name] = type(name, (), {"__module__": module})
             setattr(found, name, made.__dict__[name])
     try:
         yield found
     finally:
-        for module in [*above, *(f"{package}.{module}" for module in NAMES)]:
+        for module in modules:
             del sys.modules[module]
+        sys.modules.update(before)
 
 
 def filled(kind: type, **state: object) -> Any:
@@ -78,7 +84,7 @@ def metadata(
         objects: names of pickled objects.
         package: which generation.
     """
-    with classes(package) as kinds:
+    with classes({f"{package}.metadata": METADATA, f"{package}.storage": ["StorageInfo"]}) as kinds:
         listed: dict[str, Any] = {name: kinds.BytesStorageMetadata() for name in objects}
         for name, some in boxes.items():
             dtype = f"torch.{dtype_name(tensors[name])}" if package == NEW else dtype_name(tensors[name]).title()
@@ -151,9 +157,6 @@ def write_hyper(
 
 # --- PyTorch's ---
 
-TORCH = "torch.distributed.checkpoint"
-STORAGES = {"float32": "FloatStorage", "int64": "LongStorage", "float64": "DoubleStorage", "complex128": "X"}
-
 
 class _Made:
     """Pickled as a call of a function with arguments."""
@@ -204,7 +207,7 @@ def item(
     """
     storage = np.ascontiguousarray(array).reshape(-1) if storage is None else storage
     steps = tuple(int(np.prod(array.shape[dim + 1 :], dtype=int)) for dim in range(array.ndim))
-    with _torch() as kinds:
+    with classes(OF_TORCH) as kinds:
         pid = _Outside("storage", getattr(kinds, STORAGES[array.dtype.name]), "0", "cpu", storage.size)
         shape = tuple(map(int, array.shape))
         arguments = (pid, first, shape, strides or steps, False, OrderedDict(), *more)
@@ -287,32 +290,6 @@ def saved(value: object) -> bytes:
     return found.getvalue()
 
 
-@contextmanager
-def _torch() -> Iterator[Any]:
-    """PyTorch's names, in modules that can be imported for the time being."""
-    found = ModuleType("found")
-    known = {
-        "torch": [*STORAGES.values(), "Size", "float32", "int64", "float64"],
-        "torch._utils": ["_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_from_type_v2"],
-        "torch.distributed": [],
-        TORCH: [],
-        f"{TORCH}.metadata": [*NAMES["metadata"]],
-        f"{TORCH}.filesystem": ["_StorageInfo"],
-    }
-    before = {module: sys.modules.pop(module) for module in known if module in sys.modules}
-    for module, names in known.items():
-        made = sys.modules[module] = ModuleType(module)
-        for name in names:
-            made.__dict__[name] = type(name, (), {"__module__": module})
-            setattr(found, name, made.__dict__[name])
-    try:
-        yield found
-    finally:
-        for module in known:
-            del sys.modules[module]
-        sys.modules.update(before)
-
-
 def write_torch(
     root: Path,
     tensors: Mapping[str, Array],
@@ -349,7 +326,7 @@ def write_torch(
         path = root / f"__0_{number if apart else 0}.distcp"
         with path.open("ab") as file:
             own.append((path.name, file.tell(), file.write(content)))
-    with _torch() as kinds:
+    with classes(OF_TORCH) as kinds:
         listed = {}
         for name, some_boxes in (boxes or every).items():
             properties = kinds.TensorProperties()
