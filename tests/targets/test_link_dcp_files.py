@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
-import shutil
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pytest
 from checkpoints import tree, write_file
-from commands import call, done
+from commands import done
 from dcp_files import write_hyper
 from fsspec.core import url_to_fs
-from linked_dcp import FULL, WHOLE, assert_equal, linked, paths_in, shares, simple
+from linked_dcp import FULL, WHOLE, assert_equal, linked, paths_in, simple
 from refusals import failed, refused
 
 import reshard
 from reshard import DCP, Selection, Strategy
 from reshard.core.storage import local
-from reshard.core.storage.local import LocalStore
-from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
+from reshard.errors import ChangedError, TargetError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
+
+    import pytest
 
 
 # --- the files ---
-
-
-def test_links_share_their_bytes(tmp_path: Path) -> None:
-    root = simple(tmp_path)
-    linked(root, tmp_path / "out")
-    for name in ("__0_0.distcp", "__1_0.distcp"):
-        assert shares(root / name, tmp_path / "out" / name)
-    shutil.rmtree(root)
-    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
-    assert reshard.verify(tmp_path / "out").equal  # by sizes: the source is gone
 
 
 def test_a_link_is_of_the_file_that_a_link_leads_to(tmp_path: Path) -> None:
@@ -87,29 +73,6 @@ def test_a_source_that_was_swapped_is_refused(tmp_path: Path) -> None:
             linked(root, tmp_path / "out")
 
 
-@pytest.mark.parametrize("failed", [0, 1])
-def test_stopped_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int) -> None:
-    root = simple(tmp_path)
-    link, calls = LocalStore.link, []
-
-    def stopped(self: LocalStore, original: str, unfinished: str) -> None:
-        calls.append(original)
-        if len(calls) > failed:
-            raise KeyboardInterrupt
-        link(self, original, unfinished)
-
-    monkeypatch.setattr(LocalStore, "link", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        linked(root, tmp_path / "out")
-    assert ".metadata" not in paths_in(tmp_path / "out")
-    with pytest.raises(SourceError):
-        reshard.open(tmp_path / "out")
-    monkeypatch.undo()
-    linked(root, tmp_path / "out")
-    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
-    assert paths_in(tmp_path / "out") == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-
-
 def test_copies_that_share_blocks_have_the_time_of_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As hard links have: `.metadata`, which is written before they are made, is to be no older."""
 
@@ -125,31 +88,6 @@ def test_copies_that_share_blocks_have_the_time_of_their_files(tmp_path: Path, m
         one, other = (root / name).stat(), (tmp_path / "out" / name).stat()
         assert one.st_ino != other.st_ino
         assert one.st_mtime_ns == other.st_mtime_ns
-
-
-@pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("first", range(1, 7))
-def test_failed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, restart: bool) -> None:
-    """A link that got its name, and could not be noted, is a run's own however many runs fail after it."""
-    plan = reshard.plan(reshard.open(simple(tmp_path)), files=DCP(link=True))
-    fsync = os.fsync
-
-    def from_call(number: int) -> Callable[[int], None]:
-        calls = itertools.count(1)
-
-        def failing(fd: int) -> None:
-            if next(calls) >= number:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fsync(fd)
-
-        return failing
-
-    for number in (first, 1):
-        with monkeypatch.context() as patched, suppress(BudgetError):
-            patched.setattr(os, "fsync", from_call(number))
-            plan.run(tmp_path / "out")
-    plan.run(tmp_path / "out", restart=restart)
-    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
 
 
 def test_a_source_that_changes(tmp_path: Path) -> None:
@@ -184,36 +122,19 @@ def test_another_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # --- what cannot be ---
 
 
-@pytest.fixture
-def sources(mindspore_data: Path, tmp_path: Path) -> dict[str, Callable[[], Path | str]]:
-    def at_url() -> str:
-        fs, place = url_to_fs("memory://linked")
-        for path in simple(tmp_path, "url").iterdir():
-            fs.pipe(f"{place}/{path.name}", path.read_bytes())
-        return "memory://linked"
-
-    return {
-        "url": at_url,
-        "safetensors": lambda: mindspore_data / "dcp" / "safetensors_format" / "checkpoint",
-        "hyper": lambda: write_hyper(tmp_path / "hyper", {"w": FULL["w"]}, {0: {"w": [WHOLE]}}),
-        "file": lambda: write_file(tmp_path / "a.safetensors", {"w": FULL["w"]}),
-        "hf": lambda: mindspore_data / "dcp" / "hf_sharded" / "checkpoint",
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("url", ("not-linkable",)),
-        ("safetensors", ("not-a-dcp",)),
-        ("hyper", ("not-a-dcp",)),
-        ("file", ("not-a-dcp",)),
-        ("hf", ("not-a-dcp",)),
-    ],
-)
-def test_sources_that_cannot_be_linked(sources: Any, tmp_path: Path, name: str, said: tuple[str, ...]) -> None:
-    with refused(UsageError, *said):
-        linked(reshard.open(sources[name]()), tmp_path / "out")
+def test_sources_that_cannot_be_linked(mindspore_data: Path, tmp_path: Path) -> None:
+    fs, place = url_to_fs("memory://linked")
+    for path in simple(tmp_path, "url").iterdir():
+        fs.pipe(f"{place}/{path.name}", path.read_bytes())
+    for source, code in (
+        ("memory://linked", "not-linkable"),
+        (mindspore_data / "dcp" / "safetensors_format" / "checkpoint", "not-a-dcp"),
+        (write_hyper(tmp_path / "hyper", {"w": FULL["w"]}, {0: {"w": [WHOLE]}}), "not-a-dcp"),
+        (write_file(tmp_path / "a.safetensors", {"w": FULL["w"]}), "not-a-dcp"),
+        (mindspore_data / "dcp" / "hf_sharded" / "checkpoint", "not-a-dcp"),
+    ):
+        with refused(UsageError, code):
+            linked(reshard.open(source), tmp_path / "out")
 
 
 def test_targets_that_cannot_be(tmp_path: Path) -> None:
@@ -246,23 +167,21 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, apart: Path) -> None:
     (tmp_path / "names.json").write_text(json.dumps({"model.*": "net.*"}))
-    given = [apart, tmp_path / "out", "--format", "dcp", "--link", "--name-map", tmp_path / "names.json"]
-    assert "linked 16 data files of " in done("transform", *given).stdout
-    assert "finished by an earlier run" in done("transform", *given).stdout
-    verdict = done("verify", tmp_path / "out").stdout.splitlines()[0]
-    assert verdict.startswith(f"verified: {tmp_path / 'out'} has the structure of {apart} after changes (")
-    assert "renamed); " in verdict
-    assert "; every bit of " not in verdict
+    words = ["convert", apart, tmp_path / "out", "--to", "dcp", "--link", "--name-map", tmp_path / "names.json"]
+    done(*words)
+    assert len(paths_in(tmp_path / "out", "distcp")) == 16
+    before = tree(tmp_path / "out")
+    done(*words)
+    assert tree(tmp_path / "out") == before
+    done("verify", tmp_path / "out")
     assert "net.emb.weight" in done("inspect", tmp_path / "out").stdout
-    saved = ["plan", apart, "--format", "dcp", "--link", "--include", "model.*", "-o", tmp_path / "plan.json"]
-    assert "would link 8 data files" in done(*saved).stdout
-    assert "linked 8 data files" in done("run", tmp_path / "plan.json", tmp_path / "planned").stdout
-    for more, said in (
-        (["--target-strategy", tmp_path / "names.json"], ("option-of-another-format", "--target-strategy")),
-        (["--ranks", "0", "--memory", "1GB"], ("option-of-another-format", "--ranks, --memory")),
-        (["--layouts-of", apart, "--prefix", "x"], ("option-of-another-format", "--prefix")),
-        (["--write-manifest", tmp_path / "m.json"], ("no-manifest", "--write-manifest", tmp_path / "out")),
+    done("plan", apart, "--to", "dcp", "--link", "--include", "model.*", "-o", tmp_path / "plan.json")
+    done("run", tmp_path / "plan.json", tmp_path / "planned")
+    assert len(paths_in(tmp_path / "planned", "distcp")) == 8
+    for more, place in (
+        (["--target-strategy", tmp_path / "names.json"], "--target-strategy"),
+        (["--ranks", "0"], "--ranks"),
+        (["--prefix", "x"], "--prefix"),
     ):
-        failed(2, str(said[0]), "transform", *given, *more, places=said[1:])
-    result = call("transform", apart, tmp_path / "other", "--link")
-    assert result.exit_code == 2 or "linked" in result.stdout
+        failed(2, "option-of-another-format", *words, *more, places=(place,))
+    failed(2, "no-manifest", *words, "--write-manifest", tmp_path / "m.json", places=("--write-manifest",))
