@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import pytest
 from checkpoints import tree, write_file
 from commands import done
 from dcp_files import write_hyper
@@ -17,12 +20,11 @@ from refusals import failed, refused
 import reshard
 from reshard import DCP, Selection, Strategy
 from reshard.core.storage import local
-from reshard.errors import ChangedError, TargetError, UsageError
+from reshard.core.storage.local import LocalStore
+from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 # --- the files ---
@@ -71,6 +73,50 @@ def test_a_source_that_was_swapped_is_refused(tmp_path: Path) -> None:
             continue
         with refused(TargetError, "other-run", "__1_0.distcp"):
             linked(root, tmp_path / "out")
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_stopped_halfway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int) -> None:
+    root = simple(tmp_path)
+    link, calls = LocalStore.link, []
+
+    def stopped(self: LocalStore, original: str, unfinished: str) -> None:
+        calls.append(original)
+        if len(calls) > failed:
+            raise KeyboardInterrupt
+        link(self, original, unfinished)
+
+    monkeypatch.setattr(LocalStore, "link", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        linked(root, tmp_path / "out")
+    assert ".metadata" not in paths_in(tmp_path / "out")
+    with pytest.raises(SourceError):
+        reshard.open(tmp_path / "out")
+    monkeypatch.undo()
+    linked(root, tmp_path / "out")
+    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
+    assert paths_in(tmp_path / "out") == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("first", range(1, 7))
+def test_failed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, restart: bool) -> None:
+    """A link that got its name, and could not be noted, is a run's own however many runs fail after it."""
+    plan = reshard.plan(reshard.open(simple(tmp_path)), files=DCP(link=True))
+    fsync, calls = os.fsync, itertools.count(1)
+
+    def failing(fd: int) -> None:
+        if next(calls) >= first:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        for _ in range(2):
+            with suppress(BudgetError):
+                plan.run(tmp_path / "out")
+    plan.run(tmp_path / "out", restart=restart)
+    assert_equal(reshard.open(tmp_path / "out"), {"w": FULL["w"], "b": FULL["b"]})
 
 
 def test_copies_that_share_blocks_have_the_time_of_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

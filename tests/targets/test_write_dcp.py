@@ -12,14 +12,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import numbers, write_file
-from click.testing import CliRunner
+from commands import done
 from format_files import saved, st_file
 from refusals import failed, refused
 from written_dcp import assert_whole, read, unpickled
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.cli.main import cli
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
 from reshard.kits.torch.saved_tensors import saved_tensor
@@ -191,34 +190,18 @@ def test_what_a_dcp_has_not(options: dict[str, Any], tmp_path: Path) -> None:
         reshard.plan(source(tmp_path), strategy(), format="dcp", **options)
 
 
-def invoke(*arguments: object) -> str:
-    done = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="reshard")
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def test_commands(tmp_path: Path) -> None:
     root = source(tmp_path).root
     reshard.write_strategy(strategy(), tmp_path / "strategy.json")
-    target = ["--target-strategy", tmp_path / "strategy.json", "--format", "dcp"]
-    assert "8 dcp files and their index" in invoke("transform", root, tmp_path / "one", *target, "--dry-run")
-    invoke("transform", root, tmp_path / "one", *target)
-    assert "nothing is left to do" in invoke("transform", root, tmp_path / "one", *target)
-    assert_whole(tmp_path / "one", FULL)
-    invoke("unify", root, tmp_path / "two", "--format", "dcp", "--max-shard-size", "300B")
+    target = ["--target-strategy", tmp_path / "strategy.json", "--to", "dcp"]
+    for _ in range(2):
+        done("convert", root, tmp_path / "one", *target)
+        assert_whole(tmp_path / "one", FULL)
+    done("convert", root, tmp_path / "two", "--to", "dcp", "--max-shard-size", "300B")
     assert len(assert_whole(tmp_path / "two", FULL).ranges) == 3
-    invoke("plan", root, *target, "-o", tmp_path / "plan.json")
-    invoke("run", tmp_path / "plan.json", tmp_path / "three")
+    done("plan", root, *target, "-o", tmp_path / "plan.json")
+    done("run", tmp_path / "plan.json", tmp_path / "three")
     assert (tmp_path / "three" / ".metadata").read_bytes() == (tmp_path / "one" / ".metadata").read_bytes()
-
-
-def test_metadata_is_last_and_withdrawn_first(tmp_path: Path) -> None:
-    plan = reshard.plan(source(tmp_path), format="dcp")
-    assert [file.path for file in plan._record.files if file.last] == [".metadata"]
-    plan.run(tmp_path / "out")
-    other = reshard.plan(source(tmp_path, numbers({"w": (4, 4)})), format="dcp")
-    other.run(tmp_path / "out", overwrite=True)
-    assert_whole(tmp_path / "out", numbers({"w": (4, 4)}))
 
 
 def test_names_are_pickled_once(tmp_path: Path) -> None:
@@ -264,8 +247,8 @@ def test_a_mesh_and_placements(tmp_path: Path) -> None:
     root = source(tmp_path, full).root
     (tmp_path / "rules.yaml").write_text(RULES_FILE)
     make = ["strategy", "make", tmp_path / "rules.yaml", "--like", root, "-o"]
-    invoke(*make, tmp_path / "strategy.ckpt")
-    invoke("transform", root, tmp_path / "out", "--target-strategy", tmp_path / "strategy.ckpt", "--format", "dcp")
+    done(*make, tmp_path / "strategy.ckpt")
+    done("convert", root, tmp_path / "out", "--target-strategy", tmp_path / "strategy.ckpt", "--to", "dcp")
     boxes = {name: sorted(tensor.chunks) for name, tensor in assert_whole(tmp_path / "out", full).tensors.items()}
     assert boxes["a.rows"] == [((0, 0), (3, 3)), ((3, 0), (2, 3))]
     assert boxes["a.both"] == sorted(

@@ -253,24 +253,6 @@ def test_renamed_by_metadata_alone(mindspore_data: Path, tmp_path: Path) -> None
     assert (new["lr"], new["step"]) == (old["lr_scheduler"], old["step"])
 
 
-def test_every_kind_renamed(mindspore_data: Path, tmp_path: Path) -> None:
-    """Transposed and tied tensors, every dtype, lists, objects."""
-    root = mindspore_data / "dcp" / "kinds" / "checkpoint"
-    renamed(tmp_path, reshard.open(root), {"list.*": "other.list.*", "objects.int": "objects.number"})
-    new, (old,) = linked_is_loaded(tmp_path, root)
-    assert new["other.list"] == old["list"]
-    assert new["objects"] == {key.replace("int", "number"): value for key, value in old["objects"].items()}
-
-
-def test_selected_by_metadata_alone(mindspore_data: Path, tmp_path: Path) -> None:
-    root = mindspore_data / "dcp" / "fsdp2_uneven" / "checkpoint"
-    names = renamed(tmp_path, reshard.open(root), {}, exclude=("optim.*", "*.calls"))
-    assert len(names) == 9
-    new, (old,) = linked_is_loaded(tmp_path, root)
-    del old["optim"], old["model"]["layers.0.calls"]
-    assert new == old
-
-
 def test_merged_by_metadata_alone(mindspore_data: Path, tmp_path: Path) -> None:
     """Two directories with files of the same names."""
     sources = [mindspore_data / "dcp" / name / "checkpoint" for name in ("fsdp2_tp2d", "files")]
@@ -282,11 +264,3 @@ def test_merged_by_metadata_alone(mindspore_data: Path, tmp_path: Path) -> None:
     new, (one, two) = linked_is_loaded(tmp_path, *sources)
     two["w9"] = two.pop("w0")
     assert new == {**one, **two}
-
-
-def test_metadata_of_each_rank_in_one(mindspore_data: Path, tmp_path: Path) -> None:
-    """PyTorch loads them, where it cannot by one process what every rank wrote for itself."""
-    case = mindspore_data / "dcp" / "rank_local"
-    reshard.plan(reshard.open(case / "checkpoint"), files=reshard.DCP(link=True)).run(tmp_path / "out")
-    script = SAME + "state = {'w': torch.zeros(expected['w'].shape)}\ndcp.load(state, checkpoint_id=sys.argv[1])\n"
-    torch(script + "check('w', state['w'])", tmp_path, tmp_path / "out", case / "full.npz")
