@@ -21,7 +21,8 @@ from reshard import Layout, Strategy
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, UsageError
 from reshard.formats.dcp import reader as dcp
-from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
+from reshard.formats.dcp.metadata import Item
+from reshard.formats.dcp.written_metadata import ListedTensor, metadata
 from reshard.kits.torch.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:
@@ -139,8 +140,8 @@ def test_metadata_of_two_saves(case: Callable[[str], Path], other: str) -> None:
 
 def test_a_place_of_many_boxes_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = item(FULL["w"][:1])
-    parts = [ItemPart((row, 0), (1, 4), "__0_0.distcp", begin, len(content)) for row, begin in enumerate([0] * 6)]
-    other = ItemPart((0,), (5,), "__0_0.distcp", len(content), len(item(FULL["b"])))
+    parts = [(Item((row, 0), "__0_0.distcp", 0, len(content)), (1, 4)) for row in range(6)]
+    other = Item((0,), "__0_0.distcp", len(content), len(item(FULL["b"]))), (5,)
     names = {name: torch_dtype(name, BY_NAME["float32"]) for name in "wb"}
     listed = [ListedTensor("w", names["w"], (6, 4), parts, None), ListedTensor("b", names["b"], (5,), [other], None)]
     (tmp_path / ".metadata").write_bytes(metadata(listed, {}))

@@ -14,7 +14,8 @@ from written_dcp import unpickled
 import reshard
 from reshard import DCP, Selection
 from reshard.dtypes import BY_NAME
-from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
+from reshard.formats.dcp.metadata import Item
+from reshard.formats.dcp.written_metadata import ListedTensor, metadata
 from reshard.kits.torch.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def one_file(root: Path, name: str, file: str, path: tuple[str | int, ...] | Non
     root.mkdir(parents=True)
     content = item(FULL["w"])
     (root / file).write_bytes(content)
-    parts = [ItemPart((0, 0), (6, 4), file, 0, len(content))]
+    parts = [(Item((0, 0), file, 0, len(content)), (6, 4))]
     listed = ListedTensor(name, torch_dtype(name, BY_NAME["float32"]), (6, 4), parts, path)
     (root / ".metadata").write_bytes(metadata([listed], {}))
     return root

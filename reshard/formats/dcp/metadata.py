@@ -55,18 +55,18 @@ class Item(NamedTuple):
     Attributes:
         offsets: the offsets of the box in its tensor; empty for an object.
         file: the path of its file, below the directory that was opened.
-        key: its name in a safetensors file.
         begin: the offset of an item of PyTorch in the file.
         nbytes: the length of the item; 0 for a box of hyper-parallel.
         encoding: the encoders of the item, in order; empty if it is plain.
+        key: its name in a safetensors file.
     """
 
     offsets: Shape
     file: str
-    key: str
     begin: int
     nbytes: int
-    encoding: tuple[str, ...]
+    encoding: tuple[str, ...] = ()
+    key: str = ""
 
 
 class DCPMetadata:
@@ -216,7 +216,7 @@ class DCPMetadata:
         begin, nbytes = numbers((begin, nbytes)) if info.name == "_StorageInfo" else (0, 0)
         encodings = encoding if isinstance(encoding, list) else [encoding] if encoding else []
         offsets = () if is_object else numbers(offset)
-        item = Item(offsets, directory + file, key, begin, nbytes, tuple(map(_text, encodings)))
+        item = Item(offsets, directory + file, begin, nbytes, tuple(map(_text, encodings)), key)
         self.items.setdefault(name, []).append(item)
 
 

@@ -32,7 +32,7 @@ from reshard.formats.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, FILES, parts_below
 from reshard.formats.dcp.reader import rank_of
 from reshard.formats.dcp.writer import DCPTarget
-from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
+from reshard.formats.dcp.written_metadata import ListedTensor, metadata
 from reshard.kits.torch.carried import followed, nested, old_names, read_carried
 from reshard.kits.torch.saved_tensors import torch_dtype
 from reshard.strategy.names import matches
@@ -169,11 +169,11 @@ class _Links:
         self._linked_bytes: dict[str, int] = {}
         self.links: dict[str, TargetFile] = {}
 
-    def part(self, item: Item, start: Shape | None, shape: Shape) -> ItemPart:
-        """Link the file of an item, and return the item's range in the target."""
+    def linked(self, item: Item) -> Item:
+        """Link the file of an item, and return the item in the target."""
         link = self.links.get(item.file) or self._link(item.file)
         self._linked_bytes[item.file] = self._linked_bytes.get(item.file, 0) + item.nbytes
-        return ItemPart(start, shape, link.path, item.begin, item.nbytes, item.encoding)
+        return item._replace(file=link.path)
 
     def ordered(self, name: str, items: Sequence[Item]) -> list[Item]:
         """Sort the items of a tensor: items with bytes first, then empty items."""
@@ -279,7 +279,7 @@ def _listed_tensor(
     """Return the new metadata of a tensor or an object."""
     items = source_metadata.items[old]
     if old in source_metadata.objects:
-        return ListedTensor(new, None, (), [files.part(items[0], None, ())], path)
+        return ListedTensor(new, None, (), [(files.linked(items[0]), ())], path)
     tensor = source_metadata.tensors[old]
     if _ambiguous_offsets(tensor, items):
         items = files.ordered(old, items)
@@ -287,7 +287,7 @@ def _listed_tensor(
     for item in items:
         first.setdefault(item.offsets, item)
     extents = _extents(tensor)
-    parts = [files.part(item, offsets, extents[offsets]) for offsets, item in first.items()]
+    parts = [(files.linked(item), extents[offsets]) for offsets, item in first.items()]
     return ListedTensor(new, torch_dtype(old, BY_NAME[tensor.dtype]), tensor.shape, parts, path)
 
 

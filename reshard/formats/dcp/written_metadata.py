@@ -19,28 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.formats.dcp.metadata import Item
 
 _VERSION = "1.0.0"
-
-
-class ItemPart(NamedTuple):
-    """An item: its block, and its range of a file.
-
-    Attributes:
-        start: the offsets of the block in its tensor; None for an object.
-        shape: the shape of the block.
-        path: the path of the file.
-        offset: the offset of the item in the file.
-        nbytes: the size of the item.
-        encoding: the names of its encoders, in order.
-    """
-
-    start: Shape | None
-    shape: Shape
-    path: str
-    offset: int
-    nbytes: int
-    encoding: tuple[str, ...] = ()
 
 
 class ListedTensor(NamedTuple):
@@ -50,14 +31,14 @@ class ListedTensor(NamedTuple):
         name: its name.
         dtype: PyTorch's name of the dtype; None for an object.
         shape: the shape of the whole tensor.
-        parts: its items.
+        parts: its items, and the shape of the block in each.
         path: its path in nested dicts and lists; None if it is not known.
     """
 
     name: str
     dtype: Name | None
     shape: Shape
-    parts: Sequence[ItemPart]
+    parts: Sequence[tuple[Item, Shape]]
     path: tuple[str | int, ...] | None
 
 
@@ -80,22 +61,20 @@ def _tensor_metadata(entry: ListedTensor) -> Instance:
     if entry.dtype is None:
         return Instance(_OBJECT, None)
     properties = (entry.dtype, _STRIDED, False, _CONTIGUOUS, False)  # gradients, memory pinned
-    chunks = [
-        Instance(_CHUNK, {"offsets": _size(part.start or ()), "sizes": _size(part.shape)}) for part in entry.parts
-    ]
+    chunks = [Instance(_CHUNK, {"offsets": _size(item.offsets), "sizes": _size(shape)}) for item, shape in entry.parts]
     size = _size(entry.shape)
     return Instance(_TENSOR, {"properties": Instance(_PROPERTIES, properties), "size": size, "chunks": chunks})
 
 
 def _storage_entries(entry: ListedTensor) -> Iterator[tuple[Instance, Instance]]:
     """Yield the storage entries of a tensor's blocks, or of an object."""
-    for number, part in enumerate(entry.parts):
+    for number, (item, _) in enumerate(entry.parts):
         index: dict[str, object] = {"fqn": entry.name, "index": None}
-        if part.start is not None:
-            index |= {"index": number, "offset": _size(part.start)}
-        info: dict[str, object] = {"relative_path": part.path, "offset": part.offset, "length": part.nbytes}
-        if part.encoding:
-            info["transform_descriptors"] = list(part.encoding)
+        if entry.dtype is not None:
+            index |= {"index": number, "offset": _size(item.offsets)}
+        info: dict[str, object] = {"relative_path": item.file, "offset": item.begin, "length": item.nbytes}
+        if item.encoding:
+            info["transform_descriptors"] = list(item.encoding)
         yield Instance(_INDEX, index), Instance(_INFO, info)
 
 
