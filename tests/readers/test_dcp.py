@@ -10,7 +10,6 @@ import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import done
 from dcp_files import NEW, OLD, metadata, write_hyper
-from fsspec.core import url_to_fs
 from refusals import failed, refused
 
 import reshard
@@ -57,29 +56,6 @@ def case(mindspore_data: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 def full_of(root: Path) -> dict[str, Any]:
     return dict(np.load(root / "full.npz"))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_real_ones_are_their_whole_tensors(case: Callable[[str], Path], name: str) -> None:
-    root = case(name)
-    for path in (root, root / STEP):
-        found = reshard.open(path)
-        assert_equal(found, full_of(root))
-        assert not found.warnings
-        assert not found.unreadable
-        assert set(found._record.extras.objects) == {"extra.step"}
-    ranks = 4 if name == "dcp_fsdp2_tp2" else 2
-    assert found.ranks == tuple(range(ranks))
-
-
-def test_at_a_url(case: Callable[[str], Path]) -> None:
-    root = case(CASES[0])
-    fs, place = url_to_fs("memory://hyper")
-    for path in root.rglob("*"):
-        if path.is_file():
-            fs.pipe(f"{place}/{path.relative_to(root)}", path.read_bytes())
-    for url in ("memory://hyper", f"memory://hyper/{STEP}"):
-        assert_equal(reshard.open(url), full_of(root))
 
 
 def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:

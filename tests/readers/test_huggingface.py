@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal, numbers, write_file
 from commands import done
-from fsspec.core import url_to_fs
 from refusals import failed, refused
 
 import reshard
@@ -71,13 +70,6 @@ def test_every_row_of_what_pytorch_does_wrong_is_right(three: Path, tmp_path: Pa
     shutil.copy(three / first, three / first.replace("of-00001", "of-00002"))
     with refused(SourceError, "several-checkpoints", three, "1, 2 files"):
         reshard.open(three)
-
-
-def test_at_a_url(three: Path) -> None:
-    fs, place = url_to_fs("memory://blocks")
-    for path in three.iterdir():
-        fs.pipe(f"{place}/{path.name}", path.read_bytes())
-    assert_equal(reshard.open("memory://blocks"), FULL)
 
 
 def test_what_cannot_be_known_is_said(three: Path) -> None:

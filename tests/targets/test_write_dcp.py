@@ -92,11 +92,13 @@ def test_a_tensor_of_4_gib_has_zip64_records(shape: tuple[int, ...], tmp_path: P
     assert (tmp_path / "item").stat().st_size == item.nbytes
 
 
-def test_whole_tensors(tmp_path: Path) -> None:
-    reshard.plan(source(tmp_path), format="dcp").run(tmp_path / "out")
+def test_whole_tensors_with_texts(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "a.ckpt", {**FULL, "lr": "cosine", "none": ""}, "ckpt")
+    reshard.plan(reshard.open(file), format="dcp").run(tmp_path / "out")
     found = assert_whole(tmp_path / "out", FULL)
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.distcp")) == ["__0_0.distcp"]
-    assert found.planner_data == {name: (name,) for name in FULL}
+    assert found.objects == {"lr": "cosine", "none": ""}
+    assert set(found.ranges) == {"__0_0.distcp"}
+    assert found.planner_data == {name: (name,) for name in (*FULL, "lr", "none")}
     assert (found.state["version"], found.state["storage_meta"]) == ("1.0.0", None)
     assert str(tmp_path).encode() not in (tmp_path / "out" / ".metadata").read_bytes()
 
@@ -154,24 +156,6 @@ def test_of_stages_that_cut_a_tensor_otherwise_the_first_counts(tmp_path: Path) 
     reshard.plan(source(tmp_path, full), target, format="dcp").run(tmp_path / "dcp")
     assert_whole(tmp_path / "dcp", full)
     assert reshard.verify(tmp_path / "dcp")
-
-
-def test_from_ranks_with_texts(tmp_path: Path) -> None:
-    file = write_file(tmp_path / "a.ckpt", {**FULL, "lr": "cosine", "none": ""}, "ckpt")
-    reshard.plan(reshard.open(file), strategy(), format="dcp").run(tmp_path / "out")
-    found = assert_whole(tmp_path / "out", FULL)
-    assert found.objects == {"lr": "cosine", "none": ""}
-
-
-def test_at_a_url(tmp_path: Path) -> None:
-    import fsspec
-
-    reshard.plan(source(tmp_path), strategy(), format="dcp").run(tmp_path / "local")
-    reshard.plan(source(tmp_path), strategy(), format="dcp").run("memory://dcp-out")
-    fs = fsspec.filesystem("memory")
-    for path in (tmp_path / "local").glob("[!.]*"):
-        assert fs.cat(f"/dcp-out/{path.name}") == path.read_bytes()
-    assert fs.cat("/dcp-out/.metadata") == (tmp_path / "local" / ".metadata").read_bytes()
 
 
 def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -36,16 +36,6 @@ def stopped_at(request: pytest.FixtureRequest, plan: reshard.Plan, tmp_path: Pat
     return str(request.param)
 
 
-def test_what_is_written_is_kept(plan: reshard.Plan, tmp_path: Path, stopped_at: str) -> None:
-    assert not (tmp_path / "out" / ".metadata").exists()
-    assert len(unfinished(tmp_path / "out")) >= 2
-    report = plan.run(tmp_path / "out", threads=1, partition=stopped_at)
-    assert report.resumed >= 2 * 512
-    assert report.resumed + report.bytes_written == sum(array.nbytes for array in FULL.values())
-    assert_whole(tmp_path / "out", FULL)
-    assert not unfinished(tmp_path / "out")
-
-
 @pytest.mark.parametrize("where", ["sum", "sum of the directory", "contents"])
 def test_a_file_with_a_wrong_byte_is_written_again(
     where: str, plan: reshard.Plan, tmp_path: Path, stopped_at: str
