@@ -17,12 +17,10 @@ from reshard import HuggingFaceSet, Layout, Selection, Strategy
 from reshard.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from dcp_files import Box
 
-CASES = ["dcp_fsdp2_tp2", "dcp_fsdp2_by_rank"]
 STEP = "global_step_4"
 TRACKER = "latest_checkpoint_iteration.txt"
 
@@ -42,24 +40,15 @@ BOXES: dict[int, dict[str, list[Box]]] = {
 
 
 @pytest.fixture
-def case(mindspore_data: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """Copies a case into a run that names its step; returns the directory of the run."""
-
-    def copied(name: str) -> Path:
-        root = tmp_path / name
-        shutil.copytree(mindspore_data / "checkpoint2" / name, root)
-        (root / TRACKER).write_text("4\n")
-        return root
-
-    return copied
+def run(mindspore_data: Path, tmp_path: Path) -> Path:
+    """A copy of a recorded run, which names its step."""
+    root = shutil.copytree(mindspore_data / "checkpoint2" / "dcp_fsdp2_tp2", tmp_path / "run")
+    (root / TRACKER).write_text("4\n")
+    return root
 
 
-def full_of(root: Path) -> dict[str, Any]:
-    return dict(np.load(root / "full.npz"))
-
-
-def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
-    root = case(CASES[0])
+def test_a_run_names_its_last_step(run: Path) -> None:
+    root = run
     shutil.copytree(root / STEP, root / "global_step_12")
     (root / "global_step_12" / ".metadata").unlink()
     assert reshard.open(root).root.endswith(STEP)
@@ -76,7 +65,7 @@ def test_a_run_names_its_last_step(case: Callable[[str], Path]) -> None:
     (root / TRACKER).unlink()
     with refused(SourceError, "missing-tracker", TRACKER, "iteration=12"):
         reshard.open(root)
-    assert_equal(reshard.open(root, iteration=4), full_of(root))
+    assert_equal(reshard.open(root, iteration=4), dict(np.load(root / "full.npz")))
 
 
 @pytest.mark.parametrize("package", [OLD, NEW])
@@ -238,11 +227,8 @@ def test_options_that_say_what_the_metadata_say_are_refused(whole: Path, tmp_pat
     assert reshard.verify(tmp_path / "out").equal
 
 
-def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Path) -> None:
-    root = case(CASES[1])
-    for path in (root / TRACKER, root / STEP / ".rank1_metadata", root / STEP / "_rank1_.safetensors"):
-        for source in (root, root / STEP):
-            failed(
-                6, "target-is-source", "unify", source, tmp_path / "u", "--write-manifest", path, "--overwrite",
-                places=(path.name,),
-            )  # fmt: skip
+def test_nothing_of_it_is_written_over(run: Path, tmp_path: Path) -> None:
+    for path in (run / TRACKER, run / STEP / ".metadata", run / STEP / "_rank1_.safetensors"):
+        for source in (run, run / STEP):
+            words = ("convert", source, tmp_path / "out", "--write-manifest", path, "--overwrite")
+            failed(6, "target-is-source", *words, places=(path.name,))

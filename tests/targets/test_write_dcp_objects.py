@@ -169,7 +169,7 @@ def test_objects_that_differ_are_found(tmp_path: Path) -> None:
 # --- Megatron ---
 
 
-@pytest.mark.parametrize("name", ["mcore_tp2_pp2", "mcore_moe_ep2", "mcore_layers_apart"])
+@pytest.mark.parametrize("name", ["mcore_tp2_pp2", "mcore_layers_apart"])
 def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """Below the directory of a run, as Megatron looks for them; of the optimizer every bit."""
     source = reshard.open(root(name))
