@@ -44,13 +44,6 @@ def test_the_newest_is_one_that_can_be_read(damaged: tuple[int, ...], newest: in
             assert f"byte {BEGIN:,} of __0_0.distcp" in runs[str(step)].reason
 
 
-def test_none_can_be_read(tmp_path: Path) -> None:
-    write_steps(tmp_path, (1, 2, 3))
-    failed(4, "no-checkpoint", "runs", tmp_path, "--newest")
-    assert {each.state for each in reshard.runs(tmp_path)} >= {"incomplete"}
-    assert not any(each.newest for each in reshard.runs(tmp_path))
-
-
 @pytest.mark.parametrize("content", [b"\0" * 40, b"PK\3\4" + b"\xff" * 40])
 def test_the_error_names_the_file_and_the_byte(content: bytes, tmp_path: Path) -> None:
     write_steps(tmp_path, (3,), content=content)

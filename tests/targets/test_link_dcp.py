@@ -164,21 +164,6 @@ def test_who_has_names_is_told(mindspore_data: Path) -> None:
     assert len(warnings({"model.*": "net.*"})) == 1
 
 
-@pytest.mark.parametrize(
-    ("states", "names", "expected"),
-    [
-        (("optim.state.a.w.step",), {"model.a.*": "model.b.*"}, ("optim.state.b.w.step",)),
-        (("optimizer.state.step.model.a.w",), {"model.a.*": "c.*"}, ("optimizer.state.step.c.w",)),
-        (("optim.param_groups.a.w.lr",), {"model.a.w": "model.v"}, ("optim.param_groups.v.lr",)),
-        (("optim.state.a.w.step",), {"model.*": "net.*"}, ("optim.state.a.w.step",)),
-        (("optim.state.a.w.step", "ema.a.w"), {"model.a.*": "model.b.*"}, ("optim.state.b.w.step", "ema.a.w")),
-        (("optim.state.a.w.step",), {"model.a.*": "model.b.*", "optim.state.*": "o.*"}, ("o.a.w.step",)),
-    ],
-)
-def test_states_follow(states: tuple[str, ...], names: dict[str, str], expected: tuple[str, ...]) -> None:
-    assert tuple(Selection(name_map=names).renamed(["model.a.w", *states]).values())[1:] == expected
-
-
 # --- selecting ---
 
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoints import assert_equal, numbers, write_file, write_ranks
 from commands import done
-from refusals import refused
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.errors import TargetError
 from reshard.formats.sets import sidecars
 from reshard.formats.sets.options import HuggingFaceSet
 
@@ -153,18 +151,3 @@ def test_links_are_followed_to_the_weights_only(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "LICENCE.txt").exists()
     assert (tmp_path / "out" / "NOTICE").read_bytes() == CARRIED["LICENSE"]
     assert (tmp_path / "out" / "README.md").read_bytes() == CARRIED["README.md"]
-
-
-def test_files_that_are_there_are_not_replaced_unasked(tmp_path: Path) -> None:
-    root = model(tmp_path)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "README.md").write_text("mine")
-    with refused(TargetError, "already-exists", "README.md"):
-        reshard.convert(root, tmp_path / "out", to="hf")
-    assert (tmp_path / "out" / "README.md").read_text() == "mine"
-
-
-def test_the_index_is_written_last(tmp_path: Path) -> None:
-    plan = reshard.plan(reshard.open(model(tmp_path)), format="hf")
-    assert plan._record.files[-1].path == "model.safetensors.index.json"
-    assert plan._record.files[-1].last

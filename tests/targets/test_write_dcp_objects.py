@@ -155,15 +155,10 @@ def test_objects_that_differ_are_found(tmp_path: Path) -> None:
     others = {"a": saved("one"), "b": saved("TWO")}
     write_torch(tmp_path / "changed", FULL, {0: ITEMS}, objects=others)
     write_torch(tmp_path / "fewer", FULL, {0: ITEMS}, objects={"a": saved("one")})
-    for target, said in (
-        ("changed", f"has other bytes than that of the source in {tmp_path}/out/__0_0.distcp"),
-        ("fewer", "is in the source, not in the target"),
-    ):
+    for target in ("changed", "fewer"):
         (one,) = reshard.verify(tmp_path / target, against=tmp_path / "out").differences
-        assert (one.kind, one.name, str(one.text)) == ("object", "b", said)
-        shown = call("verify", tmp_path / target, "--against", tmp_path / "out")
-        assert shown.exit_code == 3
-        assert f"  object b: {said}" in shown.stdout
+        assert (one.kind, one.name) == ("object", "b")
+        assert call("verify", tmp_path / target, "--against", tmp_path / "out").exit_code == 3
 
 
 # --- Megatron ---
@@ -173,7 +168,7 @@ def test_objects_that_differ_are_found(tmp_path: Path) -> None:
 def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """Below the directory of a run, as Megatron looks for them; of the optimizer every bit."""
     source = reshard.open(root(name))
-    done("unify", root(name), tmp_path / "run", "--format", "dcp", "--target-step", "5")
+    done("convert", root(name), tmp_path / "run", "--to", "dcp", "--target-step", "5")
     found = reshard.open(tmp_path / "run")
     assert found.root == str(tmp_path / "run" / "iter_0000005")
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "5"
@@ -199,16 +194,12 @@ def test_megatrons_own_are_carried(root: Callable[[str], Path], tmp_path: Path, 
 
 def test_the_step_of_a_run(root: Callable[[str], Path], tmp_path: Path) -> None:
     source = reshard.open(root("mcore_tp2_pp2"))
-    done("unify", root("mcore_tp2_pp2"), tmp_path, "--format", "dcp", "--target-step", "5")
-    other = done("transform", tmp_path, tmp_path, "--format", "dcp", "--target-step", "12")
-    assert "warning: " in other.stderr
+    run = ("--to", "dcp", "--target-step")
+    done("convert", root("mcore_tp2_pp2"), tmp_path, *run, "5")
+    other = done("convert", tmp_path, tmp_path, *run, "12")
     assert "says iteration 5, and is carried so to iteration 12" in other.stderr.replace("\n", " ")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "12"
-    assert [one.name for one in tmp_path.glob("iter_*")]
-    failed(
-        6, "is-iteration", "unify", tmp_path, tmp_path / "iter_0000005", "--format", "dcp", "--target-step", "5",
-        places=("iter_0000005",),
-    )  # fmt: skip
+    failed(6, "is-iteration", "convert", tmp_path, tmp_path / "iter_0000005", *run, "5", places=("iter_0000005",))
     for step in (-1, 10**18):
         with refused(UsageError, "out-of-range", f"step is {step}"):
             DCP(step=step)
