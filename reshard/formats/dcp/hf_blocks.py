@@ -55,8 +55,8 @@ def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal
     matches = sorted(filter(None, map(BLOCKS.files.fullmatch, listing)), key=lambda match: match[0])
     counts = sorted({int(match["count"]) for match in matches})
     if len(counts) > 1:
-        fault, hint = f"{root} has files of sets of {names(counts)} files", "move one set to another directory"
-        raise SourceError(fault, code="several-checkpoints", hint=hint)
+        hint = "move one set to another directory"
+        raise SourceError(f"{root} has files of sets of {names(counts)} files", code="several-checkpoints", hint=hint)
     numbers = {int(match["number"]) for match in matches}
     if absent := [number for number in range(1, min(counts[0], _MOST_FILES) + 1) if number not in numbers]:
         raise SourceError(f"{root} has no file {names(absent)} of {counts[0]}", code="missing-shards", hint=COPY_AGAIN)
