@@ -27,7 +27,7 @@ from reshard.core.target import (
     literal,
 )
 from reshard.errors import LayoutError, UsageError, names
-from reshard.formats.checkpoint2.names import COMMON, METADATA
+from reshard.formats.checkpoint2.names import COMMON, METADATA, TRACKER
 from reshard.formats.checkpoint2.options import (
     COMMON_KEYS,
     NEWER_KEYS,
@@ -37,7 +37,6 @@ from reshard.formats.checkpoint2.options import (
     kinds_of,
     parse_common,
 )
-from reshard.formats.dcp.names import TRACKER
 from reshard.formats.ranks.writer import Ranks, copied_whole
 from reshard.kits import safetensors
 

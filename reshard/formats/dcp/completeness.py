@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from reshard.core.model.entries import RangeReader
 from reshard.core.model.findings import Findings
 from reshard.errors import SourceError
-from reshard.formats.dcp.metadata import BACKEND, COMMON, DCPMetadata, metadata_files
+from reshard.formats.dcp.metadata import DCPMetadata, metadata_files
 from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX
 from reshard.formats.dcp.reader import MTIME_TOLERANCE_NS, rank_of
+from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import MOST_BYTES
 
 if TYPE_CHECKING:

@@ -55,15 +55,10 @@ def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal
     matches = sorted(filter(None, map(BLOCKS.files.fullmatch, listing)), key=lambda match: match[0])
     counts = sorted({int(match["count"]) for match in matches})
     if len(counts) > 1:
-        raise SourceError(
-            f"{root} has files of sets of {names(counts)} files",
-            code="several-checkpoints",
-            hint="move one set to another directory",
-        )
+        hint = "move one set to another directory"
+        raise SourceError(f"{root} has files of sets of {names(counts)} files", code="several-checkpoints", hint=hint)
     numbers = {int(match["number"]) for match in matches}
-    if absent := [
-        number for count in counts for number in range(1, min(count, _MOST_FILES) + 1) if number not in numbers
-    ]:
+    if absent := [number for number in range(1, min(counts[0], _MOST_FILES) + 1) if number not in numbers]:
         raise SourceError(f"{root} has no file {names(absent)} of {counts[0]}", code="missing-shards", hint=COPY_AGAIN)
     by_rank: dict[int, list[Place]] = {}
     for match in matches:
@@ -96,14 +91,9 @@ def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal
         "whose files are missing, tensors are smaller than they were"
     )
     checkpoint = Checkpoint(
-        str(root),
-        tensors,
-        tuple(map(without_notes, files)),
-        ranks,
-        warnings=(unknown, *_holes(by_rank, matches)),
-        unreadable=unreadable,
-        extras=Extras(SHARDING_INFO),
-    )
+        str(root), tensors, tuple(map(without_notes, files)), ranks, warnings=(unknown, *_holes(by_rank, matches)),
+        unreadable=unreadable, extras=Extras(SHARDING_INFO),
+    )  # fmt: skip
     return compare_contents(checkpoint, {}, contents=contents)
 
 

@@ -22,28 +22,17 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.storage.places import Place
+    from reshard.kits.torch.carried import KeyPath
 
 _EXPECTED = "the metadata of a distributed checkpoint (DCP)"
 _MOST_BOXES = 1 << 21
 _DEEPEST = 64  # of dicts in each other
 
-COMMON, BACKEND = "common.pt", "metadata.json"
-"""Sidecar files of Megatron-Core: non-tensor state (if not stored as objects), and the storage backend."""
-
 STREAM = ("stream.zstd/1",)
 """The encoding of items that are zstd streams."""
 
-BUCKET = (
-    "is a bucket of Megatron's optimizer (dp_reshardable): its contents are not described, so it can only be copied to "
-    "another DCP and resumed with the same layout"
-)
 _WIDEST = 16  # bytes of an element of a dtype that is not known
 WHOLE_SHAPE = "nd_reformulated_orig_global_shape"
-BUCKETS = "optimizer.distributed.dp_group_idx_"
-
-
-KeyPath = tuple[str | int, ...]
-"""The path of a value in nested dicts and lists: keys and indices."""
 
 
 class DeclaredTensor(NamedTuple):
@@ -66,18 +55,18 @@ class Item(NamedTuple):
     Attributes:
         offsets: the offsets of the box in its tensor; empty for an object.
         file: the path of its file, below the directory that was opened.
-        key: its name in a safetensors file.
         begin: the offset of an item of PyTorch in the file.
         nbytes: the length of the item; 0 for a box of hyper-parallel.
         encoding: the encoders of the item, in order; empty if it is plain.
+        key: its name in a safetensors file.
     """
 
     offsets: Shape
     file: str
-    key: str
     begin: int
     nbytes: int
-    encoding: tuple[str, ...]
+    encoding: tuple[str, ...] = ()
+    key: str = ""
 
 
 class DCPMetadata:
@@ -227,7 +216,7 @@ class DCPMetadata:
         begin, nbytes = numbers((begin, nbytes)) if info.name == "_StorageInfo" else (0, 0)
         encodings = encoding if isinstance(encoding, list) else [encoding] if encoding else []
         offsets = () if is_object else numbers(offset)
-        item = Item(offsets, directory + file, key, begin, nbytes, tuple(map(_text, encodings)))
+        item = Item(offsets, directory + file, begin, nbytes, tuple(map(_text, encodings)), key)
         self.items.setdefault(name, []).append(item)
 
 

@@ -41,15 +41,17 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.dcp.hf_blocks import without_notes
 from reshard.formats.dcp.items import Span, read_items
-from reshard.formats.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON, STREAM, DCPMetadata
+from reshard.formats.dcp.metadata import STREAM, DCPMetadata
 from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS
 from reshard.kits import safetensors
 from reshard.kits.headers import read_indexes
 from reshard.kits.torch.archive import Archives, ZipPart
+from reshard.kits.torch.carried import BUCKET, BUCKETS
+from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Tensor
@@ -149,103 +151,92 @@ class _DCPFiles:
     Attributes:
         files: all files, in the order of ranks.
         ranks: the rank of each file.
-        unlisted: tensors of safetensors files that the metadata do not list, by file.
+        numbers: the number of each file, by path.
         streams: files whose items are all zstd streams, by path.
     """
 
     def __init__(self, directory: Place, listing: Sequence[str], metadata: DCPMetadata) -> None:
-        self._metadata = metadata
-        items: dict[str, list[tuple[str, Item]]] = {}
+        self._directory, self._metadata = directory, metadata
+        self._items: dict[str, list[tuple[str, Item]]] = {}
         for name, tensor_items in metadata.items.items():
             for item in tensor_items:
-                items.setdefault(item.file, []).append((name, item))
+                self._items.setdefault(item.file, []).append((name, item))
         faults = Faults(str(directory))
-        for name in sorted(items.keys() - set(listing)):
-            faults.add(name, f"is missing; {metadata.described_by} names it", code="missing-file", hint=COPY_AGAIN)
+        for file in sorted(self._items.keys() - set(listing)):
+            faults.add(file, f"is missing; {metadata.described_by} names it", code="missing-file", hint=COPY_AGAIN)
         faults.raise_if_any(SourceError)
-        by_rank: dict[int, list[str]] = {}
-        for name in sorted(items):
-            by_rank.setdefault(rank_of(name), []).append(name)
-        ordered = [name for _, file_names in sorted(by_rank.items()) for name in file_names]
-        self.ranks = tuple(rank for rank, file_names in sorted(by_rank.items()) for _ in file_names)
-        self.numbers = {name: number for number, name in enumerate(ordered)}
+        ordered = sorted(self._items, key=lambda file: (rank_of(file), file))
+        self.ranks = tuple(map(rank_of, ordered))
+        self.numbers = {file: number for number, file in enumerate(ordered)}
         self.entries: dict[Item, Entry | str] = {}
-        self.unlisted: dict[str, list[str]] = {}
         self.streams: dict[str, Streams] = {}
-        headed = [name for name in ordered if _has_header(directory / name, [item for _, item in items[name]])]
-        indexes, _ = read_indexes({0: [directory / name for name in headed]}, None)
-        files_by_name = dict(zip(headed, map(without_notes, indexes), strict=True))
-        for name, file in files_by_name.items():
-            for _, item in items[name]:
-                lacks = f"is not in {name}, where {metadata.described_by} says it is"
-                self.entries[item] = file.index.entries.get(item.key, lacks)
-            keys = {item.key for _, item in items[name]}
-            self.unlisted[name] = sorted(key for key in file.index.entries if key not in keys)
-        without_header = [name for name in ordered if name not in files_by_name]
-        files_by_name |= self._read(
-            directory, [(name, items[name]) for name in without_header], len(headed), metadata.tensors
-        )
-        self.files = tuple(files_by_name[name] for name in ordered)
+        headed = [file for file in ordered if _has_header(directory / file, [item for _, item in self._items[file]])]
+        files = self._with_header(headed)
+        files |= self._without_header([file for file in ordered if file not in files], len(headed))
+        self.files = tuple(files[file] for file in ordered)
 
-    def _read(
-        self,
-        directory: Place,
-        file_items: Sequence[tuple[str, Sequence[tuple[str, Item]]]],
-        first: int,
-        tensors: Collection[str],
-    ) -> dict[str, SourceFile]:
-        """Read the heads of the tensors in files; return the files, with header numbers that start at `first`."""
-        paths = [directory.absolute() / file for file, _ in file_items]
+    def _with_header(self, names: Sequence[str]) -> dict[str, SourceFile]:
+        """Read the headers of safetensors files."""
+        indexes, _ = read_indexes({0: [self._directory / file for file in names]}, None)
+        files = dict(zip(names, map(without_notes, indexes), strict=True))
+        for file, source_file in files.items():
+            lacks = f"is not in {file}, where {self._metadata.described_by} says it is"
+            self.entries |= {item: source_file.index.entries.get(item.key, lacks) for _, item in self._items[file]}
+        return files
+
+    def _without_header(self, names: Sequence[str], first: int) -> dict[str, SourceFile]:
+        """Read the heads of the items in files of PyTorch; the files' header numbers start at `first`."""
+        paths = [self._directory.absolute() / file for file in names]
         states = list(map_ordered(_status, paths, workers_at(paths)))
-        faults = Faults(str(directory))
-        for (file, items), status in zip(file_items, states, strict=True):
-            ranges = sorted({(item.begin, item.begin + item.nbytes) for _, item in items})
-            end = max(end for _, end in ranges)
-            if end > status.nbytes:
-                faults.add(file, truncated_text(status.nbytes, end), code="truncated", hint=COPY_AGAIN)
-            for (begin, end), (next_begin, _) in pairwise(
-                ranges
-            ):  # overlapping items would read the same bytes several times
-                if end > next_begin:
-                    faults.add(
-                        file,
-                        f"has an item at bytes {begin} to {end} and another from {next_begin} on, by "
-                        f"{self._metadata.described_by}, which may be of another checkpoint",
-                        code="overlapping-items",
-                    )
-                    break
+        faults = Faults(str(self._directory))
+        for file, status in zip(names, states, strict=True):
+            self._check_ranges(file, status, faults)
         faults.raise_if_any(SourceError)
-        plain = [
-            (number, name, item)
-            for number, (_, items) in enumerate(file_items)
-            for name, item in items
-            if not item.encoding and name in tensors
-        ]
-        texts = list(map(str, paths))
-        spans = [Span(texts[number], item.begin, item.nbytes) for number, _, item in plain]
-        unique_spans = list(dict.fromkeys(spans))  # many boxes may claim the same item; read it once
-        heads = dict(zip(unique_spans, read_items(unique_spans), strict=True))
-        read = [(box, heads[span]) for box, span in zip(plain, spans, strict=True)]
-        for number, (_, items) in enumerate(file_items):
-            streams = [(name, item) for name, item in items if name in tensors]
-            if streams and all(item.encoding == STREAM for _, item in items):
-                stream_entries = self._read_streams(texts[number], streams)
-                read += zip([(number, *stream) for stream in streams], stream_entries, strict=True)
-        indexes: list[dict[str, Entry]] = [{} for _ in file_items]
-        for (number, name, item), entry in read:
+        tensors = {file: [each for each in self._items[file] if each[0] in self._metadata.tensors] for file in names}
+        spans = {
+            Span(str(path), item.begin, item.nbytes): None  # many boxes may claim the same item; read it once
+            for file, path in zip(names, paths, strict=True)
+            for _, item in tensors[file]
+            if not item.encoding
+        }
+        heads = dict(zip(spans, read_items([*spans]), strict=True))
+        files = {}
+        for number, (file, path, status) in enumerate(zip(names, paths, states, strict=True), first):
+            entries = self._entries_of(str(path), tensors[file], heads)
+            index = FileIndex(DCP_ITEMS, entries, header_id=number, sums=self._sums(self._items[file]))
+            files[file] = SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
+        return files
+
+    def _check_ranges(self, file: str, status: Status, faults: Faults) -> None:
+        """Add a fault if items lie outside a file, or overlap: these would read the same bytes several times."""
+        ranges = sorted({(item.begin, item.begin + item.nbytes) for _, item in self._items[file]})
+        end = max(end for _, end in ranges)
+        if end > status.nbytes:
+            faults.add(file, truncated_text(status.nbytes, end), code="truncated", hint=COPY_AGAIN)
+        for (begin, end), (next_begin, _) in pairwise(ranges):
+            if end > next_begin:
+                faults.add(
+                    file,
+                    f"has an item at bytes {begin} to {end} and another from {next_begin} on, by "
+                    f"{self._metadata.described_by}, which may be of another checkpoint",
+                    code="overlapping-items",
+                )
+                break
+
+    def _entries_of(
+        self, path: str, items: Sequence[tuple[str, Item]], heads: Mapping[Span, Entry | str]
+    ) -> dict[str, Entry]:
+        """Record the entry of each item of a tensor in a file; return those that can be read, by name."""
+        read = [(name, item, heads[Span(path, item.begin, item.nbytes)]) for name, item in items if not item.encoding]
+        if items and all(item.encoding == STREAM for _, item in items):
+            stream_entries = self._read_streams(path, items)
+            read = [(name, item, entry) for (name, item), entry in zip(items, stream_entries, strict=True)]
+        entries: dict[str, Entry] = {}
+        for name, item, entry in read:
             self.entries[item] = entry
             if not isinstance(entry, str):  # under its own name if a file has several boxes of a tensor
-                indexes[number][f"{name} {item.offsets}" if name in indexes[number] else name] = entry
-        sums = [self._sums(items) for _, items in file_items]
-        return {
-            file: SourceFile(
-                str(path), status.nbytes, status.mtime_ns, FileIndex(DCP_ITEMS, index, header_id=number, sums=carried),
-                status.change,
-            )
-            for number, ((file, _), path, status, index, carried) in enumerate(
-                zip(file_items, paths, states, indexes, sums, strict=True), first
-            )
-        }  # fmt: skip
+                entries[f"{name} {item.offsets}" if name in entries else name] = entry
+        return entries
 
     def _sums(self, items: Sequence[tuple[str, Item]]) -> Sums:
         """Return the checksums in the items of a file; for encodings other than zstd, none are known."""
@@ -423,8 +414,5 @@ def _warnings(directory: Place, listing: Sequence[str], metadata: DCPMetadata, f
         yield f"{metadata.described_by} does not name {names(unnamed_paths, most=3)}, which is not read"
     if unfinished := sorted(name for name in listing if name.endswith(".metadata.tmp")):
         yield f"{unfinished[0]} is there: saving another checkpoint here was interrupted, which may have replaced files"
-    for name, tensor_names in files.unlisted.items():
-        if tensor_names:
-            yield f"{name} has {names(tensor_names, most=3)}, which {metadata.described_by} does not list"
     if several := [name for name in metadata.objects if len(metadata.items.get(name, ())) > 1]:
         yield f"several ranks have an object {names(several, most=3)} each; that of the first rank is taken"

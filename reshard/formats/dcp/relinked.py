@@ -28,14 +28,14 @@ from reshard.core.storage.places import as_place, can
 from reshard.core.target import Target, TargetFile, literal
 from reshard.dtypes import BY_NAME
 from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
-from reshard.formats.dcp.carried import old_names, read_carried
 from reshard.formats.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, FILES, parts_below
 from reshard.formats.dcp.reader import rank_of
 from reshard.formats.dcp.writer import DCPTarget
-from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, check_nesting, followed, metadata, without_gaps
+from reshard.formats.dcp.written_metadata import ListedTensor, metadata
+from reshard.kits.torch.carried import followed, nested, old_names, read_carried
 from reshard.kits.torch.saved_tensors import torch_dtype
-from reshard.strategy.names import matches, omitted, optimizer_states
+from reshard.strategy.names import matches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Request
     from reshard.core.storage.places import Place
     from reshard.core.target import TargetInputs
-    from reshard.formats.dcp.metadata import DeclaredTensor, Item, KeyPath
+    from reshard.formats.dcp.metadata import DeclaredTensor, Item
+    from reshard.kits.torch.carried import KeyPath
 
 _ITEM_BYTES = 2000  # resident memory of an item: metadata read twice, and written
 _ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")
@@ -91,9 +92,8 @@ class Relinked(Target):
         if not carried:
             raise UsageError("everything chosen is dropped; the target would be empty", code="no-tensors")
         old_paths = source_metadata.paths
-        paths = {new: followed(old_paths[old], old, new) for new, old in carried.items() if old in old_paths}
-        check_nesting(paths, faults)
-        paths = without_gaps(paths)
+        new_paths = {new: followed(old_paths[old], old, new) for new, old in carried.items() if old in old_paths}
+        paths = nested(new_paths, faults)
         sidecar_files = read_carried(source.extras.beside, faults)
         faults.raise_if_any(SourceError)
         files = _Links(source, directory)
@@ -114,18 +114,17 @@ class Relinked(Target):
     @classmethod
     def settled(cls, request: Request, source: Checkpoint) -> Request:
         """Return the request; raise `UsageError` if linked files cannot satisfy it."""
-        if request.target:
-            raise UsageError(
-                "linked files keep their blocks", code="not-linkable", hint=_hint("the target strategy or pattern")
-            )
-        if request.selection.cast:
-            raise UsageError("linked files keep their dtypes", code="not-linkable", hint=_hint("the cast"))
-        if request.selection.rules:
-            raise UsageError("linked files keep their shapes", code="not-linkable", hint=_hint("the rules"))
+        for asked, option, kept in (
+            (request.target, "the target strategy or pattern", "blocks"),
+            (request.selection.cast, "the cast", "dtypes"),
+            (request.selection.rules, "the rules", "shapes"),
+            (source.lora, "the adapter", "bytes"),
+        ):
+            if asked:
+                hint = f"leave {option} out, or the links"
+                raise UsageError(f"linked files keep their {kept}", code="not-linkable", hint=hint)
         if any(file.inputs is not None for file in source.files):
             raise UsageError("computed tensors are in no file", code="not-linkable", hint=_COPY)
-        if source.lora:
-            raise UsageError("linked files keep their bytes", code="not-linkable", hint=_hint("the adapter"))
         return DCPTarget.settled(request, source)
 
     def files(self, *_: object) -> tuple[TargetFile, ...]:
@@ -156,10 +155,6 @@ def _metadata_of(source: Checkpoint) -> tuple[Place, DCPMetadata]:
     return directory, DCPMetadata(directory, entries)
 
 
-def _hint(option: str) -> str:
-    return f"leave {option} out, or the links"
-
-
 class _Links:
     """The linked files, collected as they are needed.
 
@@ -174,11 +169,11 @@ class _Links:
         self._linked_bytes: dict[str, int] = {}
         self.links: dict[str, TargetFile] = {}
 
-    def part(self, item: Item, start: Shape | None, shape: Shape) -> ItemPart:
-        """Link the file of an item, and return the item's range in the target."""
+    def linked(self, item: Item) -> Item:
+        """Link the file of an item, and return the item in the target."""
         link = self.links.get(item.file) or self._link(item.file)
         self._linked_bytes[item.file] = self._linked_bytes.get(item.file, 0) + item.nbytes
-        return ItemPart(start, shape, link.path, item.begin, item.nbytes, item.encoding)
+        return item._replace(file=link.path)
 
     def ordered(self, name: str, items: Sequence[Item]) -> list[Item]:
         """Sort the items of a tensor: items with bytes first, then empty items."""
@@ -284,7 +279,7 @@ def _listed_tensor(
     """Return the new metadata of a tensor or an object."""
     items = source_metadata.items[old]
     if old in source_metadata.objects:
-        return ListedTensor(new, None, (), [files.part(items[0], None, ())], path)
+        return ListedTensor(new, None, (), [(files.linked(items[0]), ())], path)
     tensor = source_metadata.tensors[old]
     if _ambiguous_offsets(tensor, items):
         items = files.ordered(old, items)
@@ -292,7 +287,7 @@ def _listed_tensor(
     for item in items:
         first.setdefault(item.offsets, item)
     extents = _extents(tensor)
-    parts = [files.part(item, offsets, extents[offsets]) for offsets, item in first.items()]
+    parts = [(files.linked(item), extents[offsets]) for offsets, item in first.items()]
     return ListedTensor(new, torch_dtype(old, BY_NAME[tensor.dtype]), tensor.shape, parts, path)
 
 
@@ -303,16 +298,3 @@ def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
     if unread := sorted(set(carried.values()) & source.unreadable.keys()):
         yield f"carried as they are, and not looked into: {names(unread, most=3)}"
     yield from old_names(source, carried, carried.values())
-    if states := sorted(_unrenamed_states(source, carried)):
-        yield f"optimizer states keep their names though their weights do not: {names(states, most=3)}"
-
-
-def _unrenamed_states(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
-    """Yield optimizer states that keep their names though their weights are renamed."""
-    new_names = {old: new for new, old in carried.items()}
-    states = optimizer_states(source.all_names)
-    outers = omitted(states.values(), lambda weight: new_names.get(weight, weight))
-    for name, state in states.items():
-        new = new_names.get(state.weight, state.weight)
-        if new_names.get(name) == name != state.of(new, omits=state.outer in outers) and new != state.weight:
-            yield name

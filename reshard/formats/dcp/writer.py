@@ -23,10 +23,12 @@ from reshard.core.layout.replicas import by_size
 from reshard.core.model.entries import Content, Crc, FileLayout
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal
 from reshard.errors import UsageError
-from reshard.formats.dcp.carried import HOW_TO_LOAD, Carried, check_objects, files_beside, is_for_megatron
+from reshard.formats.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
+from reshard.formats.dcp.metadata import Item
 from reshard.formats.dcp.names import DCP_INDEX, TRACKER
-from reshard.formats.dcp.written_metadata import ItemPart, ListedTensor, metadata
+from reshard.formats.dcp.written_metadata import ListedTensor, metadata
 from reshard.formats.ranks.writer import fitted
+from reshard.kits.torch.carried import Carried, nested
 from reshard.kits.torch.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class DCPTarget(Target):
         }
         self._wanted: dict[tuple[Grid, tuple[int, ...]], TargetBlocks] = {}
         self._carried = Carried(source, {item.name: item.tensor.spec.name for item in items}, objects, faults)
+        self._paths = nested(self._carried.paths or {}, faults)
         self.carried = self._carried.names
         self._sidecar_files, self._is_made = self._carried.beside, False
         if not self._sidecar_files and is_for_megatron(source, files.step):
@@ -116,14 +119,14 @@ class DCPTarget(Target):
     def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file, and make the metadata that list the items."""
         files = [_FileContents() for _ in self._data_files]
-        parts: dict[str, list[ItemPart]] = {}
+        parts: dict[str, list[tuple[Item, Shape]]] = {}
         for item in texts:
             content = Content(item.name, item.dtype, (), item.tensor.text)
             begin, nbytes = files[0].add(content, saved_text(item.tensor.text or ""))
-            parts[item.name] = [ItemPart(None, (), self._data_files[0].path, begin, nbytes)]
+            parts[item.name] = [(Item((), self._data_files[0].path, begin, nbytes), ())]
         for name, content_bytes in self._carried.objects.items():
             begin, nbytes = files[0].add(None, Saved(len(content_bytes), ((0, content_bytes),)))
-            parts[name] = [ItemPart(None, (), self._data_files[0].path, begin, nbytes)]
+            parts[name] = [(Item((), self._data_files[0].path, begin, nbytes), ())]
         for item, target in assigned:
             parts[item.name] = []
             for block, (number,) in zip(target.blocks, target.files, strict=True):
@@ -131,8 +134,9 @@ class DCPTarget(Target):
                 begin, nbytes = files[number].add(
                     Content(item.name, item.dtype, shape), saved_tensor(item.dtype, shape)
                 )
-                parts[item.name].append(ItemPart(block.start, shape, self._data_files[number].path, begin, nbytes))
-        paths = {} if self._is_made else self._carried.paths
+                part = Item(block.start, self._data_files[number].path, begin, nbytes)
+                parts[item.name].append((part, shape))
+        paths = {} if self._is_made else self._paths
         entries = [
             ListedTensor(
                 item.name,

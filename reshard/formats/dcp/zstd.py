@@ -35,7 +35,7 @@ _LARGEST = 1 << 30  # bytes that an item may decode to
 _BLOCK = 1 << 17  # the largest block, encoded or decoded
 _HEAD = 18 + 3 + _BLOCK  # the longest header of a frame, and a block
 _DECODED_HEAD = 4 * _BLOCK  # the first block of a stream that was flushed may be short
-_SUMMED, _IS_ONE_SEGMENT = 4, 32  # in the fifth byte of a stream: a checksum is behind the last block
+_SUMMED = 4  # in the fifth byte of a stream: a checksum is behind the last block
 _PIECE = 1 << 19
 _LARGEST_WINDOW = 128 << 20  # zstd refuses a larger one
 _PICKLE = b"archive/data.pkl"
@@ -50,17 +50,15 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A file of zstd streams; see `formats.decoding.Chunks`.
+    """A file of zstd streams; see `kits.chunks.decoding.Chunks`.
 
     Attributes:
         chunk_bytes: the most bytes that a stream decodes to, and their distance in the virtual file.
         spans: the offset and length of each stream.
-        window: the largest window of a frame, in bytes.
     """
 
     chunk_bytes: int
     spans: tuple[tuple[int, int], ...]
-    window: int
 
     @property
     def plain_bytes(self) -> int:
@@ -78,7 +76,7 @@ class Streams:
     def opening_bytes(self) -> int:
         """Return the memory to decode an item: the stream, its window and its contents."""
         longest = max(nbytes for _, nbytes in self.spans)
-        return self.chunk_bytes + min(longest, 2 * self.chunk_bytes) + min(self.window, self.chunk_bytes) + _PIECE
+        return self.chunk_bytes + min(longest, 2 * self.chunk_bytes) + min(_LARGEST_WINDOW, self.chunk_bytes) + _PIECE
 
     def decoded(self, number: int, encoded: bytearray) -> memoryview:  # noqa: ARG002 -- all streams are alike
         """Return the contents of a stream; raise `ValueError` if it is damaged or has too many."""
@@ -97,7 +95,7 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
     Raises:
         SourceError: the file ends before an item does.
     """
-    room, window = _room(max((most for _, most in items if most <= _LARGEST), default=0)), 0
+    room = _room(max((most for _, most in items if most <= _LARGEST), default=0))
     known_heads = KnownHeads({}, {})
     entries: list[Entry | str] = []
     heads = read_heads([Span(path, *span) for span, _ in items], _HEAD)
@@ -109,7 +107,6 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
             continue
         try:
             content = zstd_begun(head, _DECODED_HEAD)
-            window = max(window, _window(head))
         except ValueError as error:
             entries.append(f"is not a zstd stream: {error}")
             continue
@@ -117,7 +114,7 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
         if isinstance(entry, Entry) and entry.nbytes > span[1] // 3 * _BLOCK:
             entry = "has an item that is shorter than the tensor"
         entries.append(entry or "is not a tensor of torch.save: its head is too long")
-    return Streams(room, tuple(span for span, _ in items), window), entries
+    return Streams(room, tuple(span for span, _ in items)), entries
 
 
 class StreamArchives(NamedTuple):
@@ -211,15 +208,3 @@ def _not_a_stream(part: ZipPart, why: object) -> Summed:
 def _room(most: int) -> int:
     """Return the most bytes of an item with `most` bytes of a tensor, in whole blocks."""
     return -(-(most + _BLOCK) // _BLOCK) * _BLOCK
-
-
-def _window(head: bytes) -> int:
-    """Return the size of the window in a frame's header, in bytes (RFC 8878, 3.1.1.1.2).
-
-    >>> _window(bytes.fromhex("28b52ffd0058")) >> 20
-    2
-    """
-    if head[4] & _IS_ONE_SEGMENT:  # the window is as large as the contents
-        return _LARGEST_WINDOW
-    base = 1 << 10 + (head[5] >> 3)
-    return min(base + base // 8 * (head[5] & 7), _LARGEST_WINDOW)

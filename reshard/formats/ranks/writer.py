@@ -14,7 +14,7 @@ from reshard.core.layout.replicas import stored_once
 from reshard.core.model.entries import Content, FileLayout, ShardFiles, SizedTensor
 from reshard.core.target import MAX_SHARD_BYTES, Target, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import LayoutError, UsageError, names
-from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
+from reshard.formats.sets.options import UnifiedSet
 from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.kits.files import by_name
 from reshard.strategy.names import is_training_state, ranks_text
@@ -45,7 +45,7 @@ class Ranks(Target):
         self._faults = faults
         self._lay_out = written.lay_out
         stored = [self._stored(item) for item in items]
-        self._sidecars = Sidecars(source, request.files, items)
+        self._sidecars = Sidecars(source, items, are_wanted=isinstance(request.files, UnifiedSet))
         self.carried = self._sidecars.names
         self.memory = (("sidecar files", self._sidecars.nbytes),)
         self._shard_files: ShardFiles = request.files.shard_files(stored, written.EXTENSION)
@@ -65,7 +65,7 @@ class Ranks(Target):
                 hint="give to='checkpoint2', or a Strategy",
             )  # fmt: skip
         files = request.files
-        if isinstance(files, HuggingFaceSet | MindSporeSet) and files.max_shard_size is None:
+        if isinstance(files, UnifiedSet) and files.max_shard_size is None:
             return replace(request, files=replace(files, max_shard_size=shard_size(source) or MAX_SHARD_BYTES))
         return request
 

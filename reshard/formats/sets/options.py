@@ -25,9 +25,24 @@ if TYPE_CHECKING:
     from reshard.core.model.entries import SizedTensor
 
 
+@dataclass(frozen=True, slots=True)
+class UnifiedSet(Options):
+    """The options of all sets."""
+
+    max_shard_size: int | None = option(
+        "Most tensor bytes in a file of the set. One tensor alone may have more.",
+        "size",
+        default=None,
+        shown="as in the files of a set that is read, else 4GB",
+    )
+
+    def __post_init__(self) -> None:
+        check_size(self.max_shard_size)
+
+
 @checked_fields
 @dataclass(frozen=True, slots=True)
-class MindSporeSet(Options):
+class MindSporeSet(UnifiedSet):
     """A unified set in MindSpore's style.
 
     Its files are `part<k>.safetensors`, `hyper_param.safetensors` and `param_name_map.json`. The parts are filled
@@ -42,16 +57,6 @@ class MindSporeSet(Options):
     >>> reshard.plan(source, to="mindspore").run("whole").files
     ('part0.safetensors', 'hyper_param.safetensors', 'param_name_map.json')
     """
-
-    max_shard_size: int | None = option(
-        "Most tensor bytes in a file of the set. One tensor alone may have more.",
-        "size",
-        default=None,
-        shown="as in the files of a set that is read, else 4GB",
-    )
-
-    def __post_init__(self) -> None:
-        check_size(self.max_shard_size)
 
     def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Assign the tensors to parts."""
@@ -84,7 +89,7 @@ class MindSporeSet(Options):
 
 @checked_fields
 @dataclass(frozen=True, slots=True)
-class HuggingFaceSet(Options):
+class HuggingFaceSet(UnifiedSet):
     """A unified set in Hugging Face's style.
 
     Its files are `model-0000k-of-0000n.safetensors`, filled in the tensors' order, and `model.safetensors.index.json`.
@@ -97,16 +102,6 @@ class HuggingFaceSet(Options):
     >>> reshard.plan(source, to="hf", max_shard_size="10kB").run("hf").files
     ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json')
     """
-
-    max_shard_size: int | None = option(
-        "Most tensor bytes in a file of the set. One tensor alone may have more.",
-        "size",
-        default=None,
-        shown="as in the files of a set that is read, else 4GB",
-    )
-
-    def __post_init__(self) -> None:
-        check_size(self.max_shard_size)
 
     def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Fill one file after the other."""

@@ -17,9 +17,6 @@ from reshard.core.storage.small import read_small
 from reshard.errors import SourceError, bytes_text, names
 from reshard.expressions.model_config import with_dtypes, without_quantization
 from reshard.formats.parts import is_of_a_set
-from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
-from reshard.formats.zarr.layout import NAME as ZARR
-from reshard.formats.zarr.layout import ZarrGroup
 from reshard.kits.indexes import MODEL_CONFIG
 
 if TYPE_CHECKING:
@@ -54,13 +51,13 @@ class Sidecars:
         outside: names of links to files outside the set, which are left out.
     """
 
-    def __init__(self, source: Checkpoint, files: object, items: Sequence[TargetTensor]) -> None:
+    def __init__(self, source: Checkpoint, items: Sequence[TargetTensor], *, are_wanted: bool = True) -> None:
         """Read the files.
 
         Args:
             source: the checkpoint that is converted.
-            files: the file layout of the target; only sets and zarr stores have sidecar files.
             items: the planned tensors.
+            are_wanted: the target is a set or a zarr store; no other has sidecar files.
 
         Raises:
             SourceError: a file cannot be read.
@@ -68,14 +65,11 @@ class Sidecars:
         self.contents: dict[str, bytes] = {}
         self.too_large: list[str] = []
         self.outside: list[str] = []
-        is_written = type(files) in {HuggingFaceSet, MindSporeSet, ZarrGroup}
         is_renamed = source.origin is not None and source.origin.rules is not None
-        if is_renamed or not is_written:
+        if is_renamed or not are_wanted:
             return  # with rules the target is of another program
-        first, skipped = source.opened, _NO_NAMES
-        while computation := first.opening.computation:
-            skipped = _NO_NAMES_DEQUANTIZED if computation.kind == "dequantize" else skipped
-            first = computation.inputs[0].opened
+        first, is_dequantized = _first(source)
+        skipped = _NO_NAMES_DEQUANTIZED if is_dequantized else _NO_NAMES
         own = {as_place(file.path).real().parent for _, file in first.stored_files}
         for path in _beside(first):
             if skipped.fullmatch(path.name):
@@ -93,7 +87,7 @@ class Sidecars:
         own_config = source.extras.model_config
         if own_config:
             self.contents[MODEL_CONFIG] = own_config
-        if PARAMS in self.contents and skipped is _NO_NAMES_DEQUANTIZED:
+        if PARAMS in self.contents and is_dequantized:
             self.contents[PARAMS] = without_quantization(self.contents[PARAMS])
         if MODEL_CONFIG in self.contents:
             dtypes = {item.tensor.spec.dtype.name: item.dtype.name for item in items}
@@ -122,26 +116,27 @@ def is_sidecar(name: str) -> bool:
 
 def sidecar_names(source: Checkpoint) -> list[str]:
     """Return the names of the files beside the weights of a set, or of the set that a store was made of."""
-    first = _first(source)
+    first, _ = _first(source)
     names_beside = [path.name for path in _beside(first) if is_sidecar(path.name)]
     return sorted({*names_beside, *filter(is_sidecar, first.extras.files)})
 
 
 def shard_size(source: Checkpoint) -> int:
     """Return the most bytes of tensors in a file of a set of several files, or of a store made of one; 0 for others."""
-    first = _first(source)
+    first, _ = _first(source)
     weights = [file for _, file in first.stored_files if is_of_a_set(as_place(file.path).name)]
-    if first.extras.described_by or first.strategy or first.file_format == ZARR or len(weights) < 2:
+    if first.extras.described_by or first.strategy or len(weights) < 2:
         return first.extras.shard_size
     return max(sum(entry.nbytes for entry in file.index.entries.values() if entry.text is None) for file in weights)
 
 
-def _first(source: Checkpoint) -> Checkpoint:
-    """Return the checkpoint as it was opened, or the first input of a computed one."""
-    first = source.opened
+def _first(source: Checkpoint) -> tuple[Checkpoint, bool]:
+    """Return the checkpoint as it was opened, or the first input of a computed one; and whether it was dequantized."""
+    first, is_dequantized = source.opened, False
     while computation := first.opening.computation:
+        is_dequantized |= computation.kind == "dequantize"
         first = computation.inputs[0].opened
-    return first
+    return first, is_dequantized
 
 
 def _beside(source: Checkpoint) -> list[Place]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.formats.dcp.carried import old_names, read_carried
-from reshard.formats.dcp.written_metadata import followed
 from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.formats.zarr.carried import CarriedBytes
+from reshard.kits.torch.carried import Carried as CarriedData
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,24 +29,17 @@ class Carried:
         Raises:
             SourceError: a file cannot be read.
         """
-        source, extras, objects = inputs.source, inputs.source.extras, inputs.objects
-        self._source, self._tensors = source, {item.name: item.tensor.spec.name for item in inputs.items}
-        self._sidecars = Sidecars(source, inputs.request.files, inputs.items)
-        beside = read_carried(extras.beside, inputs.faults)
-        contents = read_carried({name: extras.objects[name] for name in objects}, inputs.faults)
-        self.names = {*beside, *contents}
-        self.files = self._sidecars.names
-        paths = extras.paths
+        source, tensors = inputs.source, {item.name: item.tensor.spec.name for item in inputs.items}
+        self._sidecars = Sidecars(source, inputs.items)
+        self._data = CarriedData(source, tensors, inputs.objects, inputs.faults)
+        self.names, self.files = self._data.names, self._sidecars.names
+        paths = self._data.paths
         if paths is not None:
-            old_of = {**self._tensors, **{objects[name]: name for name in contents}}
-            new = {name: followed(paths.get(old, (old,)), old, name) for name, old in old_of.items()}
-            paths = {name: path for name, path in new.items() if path != (name,)}
-        renamed = {objects[name]: content for name, content in contents.items()}
-        self.stored = CarriedBytes(
-            {"files": self._sidecars.contents, "objects": renamed, "beside": beside}, paths, shard_size(source)
-        )
+            paths = {name: path for name, path in paths.items() if path != (name,)}
+        contents = {"files": self._sidecars.contents, "objects": self._data.objects, "beside": self._data.beside}
+        self.stored = CarriedBytes(contents, paths, shard_size(source))
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about files that are left out, and carried data with old tensor names."""
         yield from self._sidecars.warnings()
-        yield from old_names(self._source, self._tensors, self.names)
+        yield from self._data.warnings()

@@ -28,7 +28,6 @@ from reshard.core.storage.base import truncated
 from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
-from reshard.formats.dcp.metadata import BACKEND, BUCKET, BUCKETS, COMMON
 from reshard.formats.zarr.array import ArrayMetadata, clipped
 from reshard.formats.zarr.carried import CHUNK, KINDS, parse
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
@@ -37,6 +36,8 @@ from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes
 from reshard.formats.zarr.layout import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
 from reshard.formats.zarr.v2 import parse_json, parse_v2
 from reshard.kits.chunks.decoding import Decoding, Fill
+from reshard.kits.torch.carried import BUCKET, BUCKETS
+from reshard.kits.torch.names import BACKEND, COMMON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from reshard.core.model.findings import Directory
 
+COMMON, BACKEND = "common.pt", "metadata.json"
+"""The files that Megatron-Core writes next to the tensors: its common state, and the names of its own format."""
+
 SAVE_EXTENSIONS = {".pt", ".pth", ".bin"}
 """The extensions of files with a whole state dict, as `torch.save` writes them; `.ckpt` may be of MindSpore, too."""
 

@@ -20,6 +20,7 @@ from reshard.core.model.objects import Objects, contents
 from reshard.core.storage.small import parse_json
 from reshard.errors import SourceError
 from reshard.kits.torch.archive import Damaged, checked_records
+from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.kits.torch.tensors import PickleBytes, rebuilt
 from reshard.kits.training.pickled import known
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.facts import Object
-
-COMMON, BACKEND = "common.pt", "metadata.json"
-"""The files that Megatron-Core writes next to the tensors: its common state, and the names of its own format."""
 
 _LONGEST = 160  # characters of one object
 _MOST_VALUES = 1 << 20  # of an object; shared values count each time
