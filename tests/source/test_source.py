@@ -52,11 +52,6 @@ def test_contents_are_not_read(tmp_path: Path, faults: Faults) -> None:
         assert 0 < sum(call.nbytes for call in faults.of("read_into")) < 200_000  # of 4 MB: headers, and a few samples
 
 
-def test_one_file_of_whole_tensors_needs_no_strategy(tmp_path: Path) -> None:
-    path = write_file(tmp_path / "model.safetensors", FULL)
-    assert reshard.open(path).tensors["w"].spec.shape == (8, 4)
-
-
 def test_several_ranks_need_a_strategy(root: Path) -> None:
     with refused(SourceError, "no-layout", root, "4 ranks"):
         reshard.open(root)
@@ -78,7 +73,7 @@ def test_the_newest_step_that_every_rank_has(tmp_path: Path) -> None:
     assert source.warnings == ("step 3_1 is not in every rank; 2_5 is the newest that is",)
     assert source._record.opening.step == Step("2_5", ("1_10",))
     assert "step 2_5 (the newest of 2; suffix=... selects another)" in repr(source)
-    older = reshard.open(tmp_path, strategy=STRATEGY, rank_pattern="rank_{rank}/*1_10.*")
+    older = reshard.open(tmp_path, strategy=STRATEGY, suffix="1_10")
     assert names_in(older) == {"net-1_10.safetensors"}
     assert older._record.opening.step == Step("1_10")
 
@@ -116,9 +111,7 @@ def test_a_restarted_run_beside_the_first_must_be_chosen(tmp_path: Path) -> None
         write_ranks(tmp_path, FULL, STRATEGY, name=name)
     with refused(SourceError, "several-checkpoints"):
         reshard.open(tmp_path, strategy=STRATEGY)
-    assert names_in(reshard.open(tmp_path, strategy=STRATEGY, rank_pattern="rank_{rank}/*net_1-1_10.*")) == {
-        "net_1-1_10.safetensors"
-    }
+    assert names_in(reshard.open(tmp_path, strategy=STRATEGY, suffix="net_1-1_10")) == {"net_1-1_10.safetensors"}
 
 
 def test_both_formats_of_one_checkpoint_must_be_chosen_between(tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ def test_both_formats_of_one_checkpoint_must_be_chosen_between(tmp_path: Path) -
         write_ranks(tmp_path, FULL, STRATEGY, format)
     with refused(SourceError, "several-checkpoints"):
         reshard.open(tmp_path, strategy=STRATEGY)
-    assert reshard.open(tmp_path, strategy=STRATEGY, rank_pattern="rank_{rank}/*.ckpt").format == "ckpt"
+    assert reshard.open(tmp_path, strategy=STRATEGY, suffix=".ckpt").format == "ckpt"
 
 
 def test_ranks_without_a_step_in_common(tmp_path: Path) -> None:
@@ -462,13 +455,6 @@ def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
     for rank in range(4):
         written = reshard.open(tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")["rng"].compute()
         assert written.tolist() == plan.rank(rank)["rng"].compute().tolist() == [rank, 1]
-
-
-def test_ranks_of_two_formats(tmp_path: Path) -> None:
-    for rank, format in enumerate(("ckpt", "safetensors")):
-        write_file(tmp_path / f"rank_{rank}" / f"c.{format}", FULL, format)
-    with refused(SourceError, "no-common-checkpoint"):
-        reshard.open(tmp_path, strategy=STRATEGY)
 
 
 PIPE = numbers({"w": (4, 4), "tied": (4, 4), "v": (4,)})
