@@ -69,17 +69,6 @@ HARMLESS = {
 """Files that no tensor is in, and that no reader needs."""
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_a_real_one_is_complete(name: str, mindspore_data: Path) -> None:
-    found = [each for each in stored_checkpoints(mindspore_data / name / "checkpoint") if each.state == "complete"]
-    assert {each.format for each in found} == {REAL[name]}
-    assert sum(each.newest for each in found) == 1
-    for each in found:
-        assert each.nbytes > 0
-        assert each.files > 0
-        assert not reshard.open(each.path, contents=False).unreadable
-
-
 @pytest.mark.parametrize("name", [name for name in REAL if not name.startswith(("orbax", "megatron"))])
 @pytest.mark.parametrize("damage", ["removed", "cut"])
 def test_no_damaged_one_is_complete(name: str, damage: str, mindspore_data: Path, tmp_path: Path) -> None:
@@ -203,19 +192,6 @@ def test_metadata_of_many_marks_are_refused_at_once(tmp_path: Path) -> None:
     began = time.process_time()
     assert only(tmp_path).state == "incomplete"
     assert time.process_time() - began < 10
-
-
-@pytest.mark.parametrize("names", [("step-1", "step-2"), ("a", "b")])
-def test_several_dcps_are_not_parts_of_one(names: tuple[str, str], mindspore_data: Path, tmp_path: Path) -> None:
-    for name in names:
-        shutil.copytree(mindspore_data / "dcp" / "fsdp2_bf16" / "checkpoint", tmp_path / name)
-    assert states(tmp_path) == dict.fromkeys(names, "complete")
-
-
-@pytest.mark.parametrize("name", ["orbax/unmerged", "orbax/run"])
-def test_an_unfinished_orbax_is_incomplete(name: str, mindspore_data: Path) -> None:
-    found = states(mindspore_data / name)
-    assert {state for path, state in found.items() if "tmp" in path} == {"incomplete"}
 
 
 @pytest.mark.parametrize(
@@ -459,6 +435,53 @@ def test_ranks_that_are_links(tmp_path: Path) -> None:
     for rank in range(4):
         (tmp_path / "run" / f"rank_{rank}").symlink_to(tmp_path / "node" / f"rank_{rank}")
     assert states(tmp_path / "run") == {"": "complete"}
+
+
+def test_a_directory_that_links_of_ranks_point_to_is_no_model(tmp_path: Path) -> None:
+    write_ranks(tmp_path, FULL, CUT)
+    reshard.write_strategy(CUT, tmp_path / "run.json")
+    for rank in range(4):
+        (tmp_path / f"rank_{rank}").rename(tmp_path / f"card{rank}")
+        (tmp_path / f"rank_{rank}").symlink_to(f"card{rank}")
+    assert states(tmp_path) == {"": "complete"}
+
+
+def test_a_link_to_a_rank_is_no_model(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "run", FULL, CUT)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "best").symlink_to(tmp_path / "run" / "rank_0")
+    assert states(tmp_path / "other") == {"best": "unknown"}
+    assert reshard.open(tmp_path / "other" / "best").warnings
+
+
+def test_latest_as_a_link(tmp_path: Path) -> None:
+    write_steps(tmp_path, 100, 200)
+    (tmp_path / "latest").symlink_to("step-200")
+    assert states(tmp_path) == {"step-100": "complete", "step-200": "complete"}
+    with refused(SourceError, "no-checkpoint", tmp_path):  # not that `latest` is no file
+        reshard.open(tmp_path)
+
+
+def test_a_copy_of_a_step_is_not_newer_than_the_step(tmp_path: Path) -> None:
+    write_steps(tmp_path, 100, 50)
+    copy = shutil.copytree(tmp_path / "step-100", tmp_path / "step-100.bak")
+    os.utime(copy / "model.safetensors")
+    assert newest_complete(tmp_path)[0].path == str(tmp_path / "step-100")
+
+
+def test_a_strategy_that_names_no_tensor_of_ranks_says_nothing_of_them(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "run", FULL, CUT)
+    reshard.write_strategy(Strategy.of({"other": Layout.of([4], [0])}), tmp_path / "strategy.json")
+    assert only(tmp_path).state == "unknown"
+
+
+def test_files_of_ranks_that_have_several_names_in_common(tmp_path: Path) -> None:
+    """They are two checkpoints, whatever the order of a set."""
+    for rank, part in product(range(2), range(2)):
+        write_file(tmp_path / f"rank_{rank}" / f"net{part}.safetensors", FULL)
+    assert len(stored_checkpoints(tmp_path)) == 2
+    with refused(SourceError, "several-checkpoints", tmp_path):
+        reshard.open(tmp_path)
 
 
 def test_a_very_deep_tree(tmp_path: Path) -> None:
