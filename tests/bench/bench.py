@@ -17,10 +17,6 @@ written, as 4 GB in 24 GiB are.
 
 from __future__ import annotations
 
-from checkpoints import plan_with
-from reshard.formats.dcp.names import DCP
-from reshard.formats.sets.options import HuggingFaceSet
-
 import argparse
 import compileall
 import json
@@ -36,6 +32,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from checkpoints import plan_with
+
+from reshard.formats.dcp.names import DCP
+from reshard.formats.sets.options import HuggingFaceSet
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -176,12 +176,11 @@ class Row:
     title: str
     most: float
     options: list[str] = field(default_factory=list)
-    command: str = "convert"
     synced: bool = False
     cold: bool = False
 
 
-_STYLE = ["--to", "checkpoint2"]
+_CHECKPOINT2 = ["--to", "checkpoint2"]
 _DCP = ["--to", "dcp"]
 _HF = ["--to", "hf", "--rules"]
 _RULES = [
@@ -194,25 +193,21 @@ ROWS = [
     Row("columns", "st", "columns", "row → column, warm", 0.95),
     Row("six", "st", "six", "8 → 6 ranks, warm", 0.95),
     Row("optimizer", "st", "optimizer", "optimizer-sharded target, warm", 0.95),
-    Row("convert", "--to=mindspore", "st", None, "convert to one set, warm", 0.95, command="convert", "--to=mindspore"),
-    Row("zarr", "st", None, "convert to a zarr store, warm", 1.5, ["--to", "zarr"], command="convert", "--to=mindspore"),
+    Row("convert", "st", None, "convert to one set, warm", 0.95, ["--to", "mindspore"]),
+    Row("zarr", "st", None, "convert to a zarr store, warm", 1.5, ["--to", "zarr"]),
     Row("pipeline", "pipeline", "tp4", "pipeline 2 → 1, warm", 0.95),
     Row("ckpt", "ckpt", "tp4", ".ckpt → .ckpt, warm", 1.0),
     Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--to", "safetensors"]),
-    Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _STYLE),
-    Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--to", "hf"], command="convert", "--to=mindspore"),
+    Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _CHECKPOINT2),
+    Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--to", "hf"]),
     Row("dcp-columns", "dcp", "columns", "DCP row → column, warm", 1.1, _DCP),
     Row("hf-dcp", "hf", "st", "Hugging Face set → DCP fsdp8, warm", 1.1, _DCP),
     *(
-        Row(
-            f"rules-{name}", "hf", None, f"rules: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], command="convert", "--to=mindspore"
-        )
+        Row(f"rules-{name}", "hf", None, f"rules: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"])
         for name, title, most in _RULES
     ),
     *(
-        Row(
-            f"rules-{name}-back", name, None, f"and back: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], "convert", "--to=mindspore"
-        )
+        Row(f"rules-{name}-back", name, None, f"and back: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"])
         for name, title, most in _RULES
     ),
     Row("cold", "st", "tp4", "tp8 → tp4, cold cache, synced", 1.1, cold=True, synced=True),
@@ -250,7 +245,7 @@ def memory() -> int:
 def arms(row: Row, root: Path, out: Path, torch: str | None = None) -> dict[str, list[str]]:
     """The commands of a row: ours, the plain copy, and PyTorch's where a Python has it that knows the format."""
     source = root / row.source
-    ours = [*RESHARD, row.command, str(source), str(out)]
+    ours = [*RESHARD, "convert", str(source), str(out)]
     if row.source not in {"checkpoint2", "dcp", "hf", *(name for name, _, _ in _RULES)}:
         ours += ["--source-strategy", str(root / f"{row.source}.strategy.ckpt")]
     if row.target:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import peft_adapters
 import pytest
-from adapters import assert_arrays, cut, matrices, save, weights, written
+from adapters import ALPHA, RANK, assert_arrays, cut, matrices, product, save, weights, written
 from adapters import merged as plain_merge
 from checkpoints import tree, write_file, write_ranks
 from commands import call, done
+from deepspeed_files import values, write_zero
 from refusals import failed, refused
 from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write_save
 
@@ -27,10 +29,10 @@ from reshard import LoRA, Selection
 from reshard.core.plan import budget
 from reshard.errors import ChangedError, SourceError, UsageError
 from reshard.rules.lora import low_rank
-from reshard.rules.lora.parts import Adapter
 
 if TYPE_CHECKING:
     from helpers import Array
+
 
 PYTHON = os.environ.get("RESHARD_TORCH_PYTHON", "")
 UNTIED = ("untied_float32", "untied_float16", "untied_bfloat16", "trained_wider", "not_targeted")
@@ -132,25 +134,6 @@ def test_an_element_in_the_middle(tmp_path: Path) -> None:
         plan.run(tmp_path / "again")
 
 
-def test_copies_are_compared_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much is read at once: no buffer is as large as the copy."""
-    model = weights("float32", {"lm_head.weight": (512, 64)})
-    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"]}
-    lora = save(tmp_path / "lora", matrices(model, ("lm_head",)) | copy)
-    opened = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(lora)
-    rows, read = list[int](), Adapter.rows
-
-    def noted(adapter: Adapter, name: str, first: int, last: int) -> Array:
-        if "base_layer" in name:
-            rows.append(last - first)
-        return read(adapter, name, first, last)
-
-    monkeypatch.setattr(low_rank, "_COPY_BYTES", 4096)
-    monkeypatch.setattr(Adapter, "rows", noted)
-    opened["lm_head.weight"].compute()
-    assert (max(rows), sum(rows)) == (16, 512)
-
-
 def test_copies_of_biases_and_other_names(tmp_path: Path) -> None:
     model = weights("float32", {"lm_head.weight": (32, 16), "lm_head.bias": (32,), "norm.weight": (16,)})
     prefix = "base_model.model"
@@ -194,20 +177,6 @@ def test_a_model_that_was_trained_in_another_dtype(tmp_path: Path, dtype: str) -
     base = reshard.open(write_file(tmp_path / "base.safetensors", model))
     found = base.merge_lora(save(tmp_path / "lora", pairs | copy))
     assert_arrays(found, plain_merge(model, pairs))
-
-
-def test_memory_for_copies_is_counted(tmp_path: Path) -> None:
-    model = weights("float32", {"lm_head.weight": (32, 16)})
-    pairs = matrices(model, ("lm_head",))
-    base = reshard.open(write_file(tmp_path / "base.safetensors", model))
-    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"]}
-    sizes = [
-        reshard.plan(base, selection=Selection(lora=save(tmp_path / name, some))).explain_memory()[
-            "coding and fetching"
-        ]
-        for name, some in (("pairs", pairs), ("copies", pairs | copy))
-    ]
-    assert sizes[1] >= sizes[0] + low_rank._COPY_BYTES
 
 
 # --- tied weights
@@ -303,22 +272,6 @@ def test_other_layers_of_tied_models_ask_nothing(tmp_path: Path, peft: Path) -> 
         assert [name for name in before if not np.array_equal(found[name], before[name])] == [f"{layers[0]}.weight"]
 
 
-def test_ranks_of_a_tied_model(tmp_path: Path, peft: Path) -> None:
-    """The head that is not stored is cut as the embedding is."""
-    case = peft / "tied_head"
-    model = arrays(case / "base")
-    source = cut(model, "rows")
-    write_ranks(tmp_path / "src", written(model), source, "safetensors")
-    opened = reshard.open(tmp_path / "src", strategy=source)
-    with refused(UsageError, "tied-weights", EMBEDDING, HEAD):
-        opened.merge_lora(LoRA(str(case / "adapter")))
-    lora = LoRA(str(case / "adapter"), tied="untie")
-    expected = untied(case)
-    reshard.plan(opened, cut(expected, "columns"), selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
-    assert_arrays(reshard.open(tmp_path / "out", strategy=cut(expected, "columns")), expected)
-    assert reshard.verify(tmp_path / "out").equal
-
-
 def test_tied_dtensors(tmp_path: Path) -> None:
     """One storage in the file of each rank."""
     model = weights("float32", {HEAD: (32, 16), "w.weight": (8, 4)})
@@ -337,25 +290,6 @@ def test_tied_dtensors(tmp_path: Path) -> None:
         reshard.plan(source, to="safetensors", selection=selection).run(tmp_path / tied, fsync=False)
         assert_arrays(reshard.open(tmp_path / tied), {**after, EMBEDDING: embedding})
         assert reshard.verify(tmp_path / tied).equal
-
-
-def test_views_of_one_storage(tmp_path: Path) -> None:
-    """A fused weight and its parts: each part may have an adapter, and the fused weight stays what it was."""
-    fused = weights("float32", {"qkv.weight": (48, 16)})["qkv.weight"]
-    storage = Storage(fused.reshape(-1))
-    model = {f"{name}.weight": fused[16 * at : 16 * at + 16] for at, name in enumerate("qkv")}
-    parts = {f"{n}.weight": tensor(model[f"{n}.weight"], storage=storage, first=256 * i) for i, n in enumerate("qkv")}
-    write_save(tmp_path / "apart.pt", parts)
-    write_save(tmp_path / "fused.pt", {**parts, "qkv.weight": tensor(fused, storage=storage)})
-    pairs = matrices(model, ("q", "v"))
-    after, lora = plain_merge(model, pairs), save(tmp_path / "lora", pairs)
-    assert_arrays(reshard.open(tmp_path / "apart.pt").merge_lora(lora), after)
-    source = reshard.open(tmp_path / "fused.pt")
-    with refused(UsageError, "tied-weights", "q.weight", "k.weight", "v.weight", "qkv.weight"):
-        source.merge_lora(lora)
-    assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**after, "qkv.weight": fused})
-    whole = np.concatenate([after[f"{name}.weight"] for name in "qkv"])
-    assert_arrays(source.merge_lora(LoRA(lora.root, tied="both")), {**after, "qkv.weight": whole})
 
 
 @pytest.mark.parametrize("choice", ["both", "untie"])
@@ -397,3 +331,109 @@ def test_views_of_another_shape(tmp_path: Path) -> None:
     with refused(SourceError, "unsupported-strides", "flat", "rows or columns", "untie"):
         source.merge_lora(LoRA(lora.root, tied="both"))
     assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**plain_merge(model, pairs), "flat": flat})
+
+
+# --- Adapters of trainings: the float32 masters that optimizers have of a merged weight are merged, too ---
+
+LAYERS = ("l.0.q_proj", "l.0.up")
+GROUPS = [{"l.0.q_proj.weight": (8, 8), "l.0.up.weight": (12, 8)}, {"norm.weight": (8,)}]
+NAMES = [name for group in GROUPS for name in group]
+
+
+def with_adapter(full: dict[str, Array], pairs: dict[str, Array], prefixes: tuple[str, ...]) -> dict[str, Array]:
+    """What numpy makes of weights and their masters."""
+    result = dict(full)
+    for name in (f"{prefix}{layer}.weight" for layer in LAYERS for prefix in prefixes):
+        layer = name.removesuffix(".weight").rpartition("l.0")[1:]
+        total = full[name].astype("f4") + np.float32(ALPHA / RANK) * product(pairs, "".join(layer))
+        result[name] = total.astype(full[name].dtype)
+    return result
+
+
+def assert_same(found: reshard.Checkpoint, expected: dict[str, Array]) -> None:
+    for name in found:
+        assert np.asarray(found[name]).tobytes() == expected[name].tobytes(), name
+
+
+def run_of(root: Path, stage: int, dtype: str) -> dict[str, Array]:
+    """Write a run of ZeRO; its weights are in bfloat16 or float32."""
+    full = values(GROUPS)
+    if dtype == "bfloat16":
+        return write_zero(root, GROUPS, stage=stage, full=full)
+    full |= {name: full[f"fp32.{name}"] for name in NAMES}
+    module = {name: tensor(np.zeros(0, "f4") if stage == 3 else full[name]) for name in NAMES}
+
+    def model(states: dict[str, Any]) -> None:
+        states["module"] = OrderedDict(module)
+
+    return write_zero(root, GROUPS, stage=stage, full=full, model=model)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_zero(tmp_path: Path, stage: int, dtype: str) -> None:
+    full = run_of(tmp_path / "run", stage, dtype)
+    pairs = matrices({name: np.zeros(shape) for name, shape in GROUPS[0].items()}, LAYERS)
+    lora = save(tmp_path / "lora", pairs)
+    expected = with_adapter(full, pairs, ("", "fp32."))
+    opened = reshard.open(tmp_path / "run")
+    assert_same(opened.merge_lora(lora), expected)
+    assert_same(opened.sel("fp32.*").merge_lora(lora), expected)
+    command = ("convert", tmp_path / "run", "--to", "hf", "--lora", lora.root, "--tune=fsync=no")
+    for number, options in enumerate((("--include", "fp32.*"), ("--weights-only",), ())):
+        out = tmp_path / f"out{number}"
+        done(*command[:2], out, *command[2:], *options)
+        assert_same(reshard.open(out), expected)
+        done("verify", out)
+    assert set(reshard.open(tmp_path / "out0")) == {f"fp32.{name}" for name in NAMES}
+    failed(2, "no-effect", *command[:2], tmp_path / "no", *command[2:], "--include", "exp_avg.*", places=("--lora",))
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "master", ["optimizer.state.fp32_param.{}", "optimizer.state.param.{}", "optim.state.{}.master_param", "fp32.{}"]
+)
+def test_masters_by_other_names(tmp_path: Path, master: str) -> None:
+    """Megatron's, PyTorch's and DeepSpeed's; moments stay, and are merged into nothing."""
+    rng = np.random.default_rng(5)
+    model = {f"{layer}.weight": rng.standard_normal((8, 8)).astype(ml_dtypes.bfloat16) for layer in LAYERS}
+    states = {master.format(name): rng.standard_normal((8, 8)).astype("f4") for name in model}
+    moments = {f"exp_avg.{name}": rng.standard_normal((8, 8)).astype("f4") for name in model}
+    full: dict[str, Array] = model | states | moments
+    written = {name: one.view(np.uint16) if name in model else one for name, one in full.items()}
+    pairs = matrices(model, LAYERS)
+    source = reshard.open(write_file(tmp_path / "model.safetensors", written))
+    found = source.merge_lora(save(tmp_path / "lora", pairs))
+    expected = with_adapter(model, pairs, ("",)) | moments
+    for layer in LAYERS:
+        name = master.format(f"{layer}.weight")
+        expected[name] = states[name] + np.float32(ALPHA / RANK) * product(pairs, layer)
+    assert set(found) == set(expected)
+    assert_same(found, expected)
+
+
+def test_masters_of_another_shape_are_named(tmp_path: Path) -> None:
+    model = {"l.0.q_proj.weight": np.ones((8, 8), "f4"), "fp32.l.0.q_proj.weight": np.ones(64, "f4")}
+    source = reshard.open(write_file(tmp_path / "model.safetensors", model))
+    found = source.merge_lora(save(tmp_path / "lora", matrices(model, ("l.0.q_proj",))))
+    assert np.array_equal(np.asarray(found["fp32.l.0.q_proj.weight"]), model["fp32.l.0.q_proj.weight"])
+    assert any("fp32.l.0.q_proj.weight" in warning for warning in found.warnings)
+
+
+def test_views_of_one_storage(tmp_path: Path) -> None:
+    """A fused weight and its parts: each part may have an adapter, and the fused weight stays what it was."""
+    fused = weights("float32", {"qkv.weight": (48, 16)})["qkv.weight"]
+    storage = Storage(fused.reshape(-1))
+    model = {f"{name}.weight": fused[16 * at : 16 * at + 16] for at, name in enumerate("qkv")}
+    parts = {f"{n}.weight": tensor(model[f"{n}.weight"], storage=storage, first=256 * i) for i, n in enumerate("qkv")}
+    write_save(tmp_path / "apart.pt", parts)
+    write_save(tmp_path / "fused.pt", {**parts, "qkv.weight": tensor(fused, storage=storage)})
+    pairs = matrices(model, ("q", "v"))
+    after, lora = plain_merge(model, pairs), save(tmp_path / "lora", pairs)
+    assert_arrays(reshard.open(tmp_path / "apart.pt").merge_lora(lora), after)
+    source = reshard.open(tmp_path / "fused.pt")
+    with refused(UsageError, "tied-weights", "q.weight", "k.weight", "v.weight", "qkv.weight"):
+        source.merge_lora(lora)
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**after, "qkv.weight": fused})
+    whole = np.concatenate([after[f"{name}.weight"] for name in "qkv"])
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="both")), {**after, "qkv.weight": whole})
