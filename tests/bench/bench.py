@@ -9,8 +9,8 @@ How the figures are made. The data is random 16-bit numbers in the shapes of a t
 ranks; only the norms are replicas). Some virtual machines hand free memory back to the host within seconds, and
 touching it again is ten times slower; so before each timed arm a process of its own allocates, touches and frees four
 times the job's bytes. Arms run in random order, the first round is thrown away, and medians are reported with the
-minimum and the maximum. Warm rows: source in the page cache, `--tune=fsync=no`, against `cp -r`. Synced and cold rows:
-the default, against `cp -r` followed by `sync`; one has a source of 0.55 of the machine's memory. The machine's name for
+minimum and the maximum. Warm rows: source in the page cache, `--tune=fsync=no`, against `cp -r`. Synced and cold rows: the
+default, against `cp -r` followed by `sync`; one has a source of 0.55 of the machine's memory. The machine's name for
 itself is printed; absolute times mean little. Linux slows writers down when more than 15 % of memory is still to be
 written, as 4 GB in 24 GiB are.
 """
@@ -180,7 +180,7 @@ class Row:
     cold: bool = False
 
 
-_STYLE = ["--to", "checkpoint2"]
+_CHECKPOINT2 = ["--to", "checkpoint2"]
 _DCP = ["--to", "dcp"]
 _HF = ["--to", "hf", "--rules"]
 _RULES = [
@@ -193,12 +193,12 @@ ROWS = [
     Row("columns", "st", "columns", "row → column, warm", 0.95),
     Row("six", "st", "six", "8 → 6 ranks, warm", 0.95),
     Row("optimizer", "st", "optimizer", "optimizer-sharded target, warm", 0.95),
-    Row("unify", "st", None, "to one set, warm", 0.95, ["--to", "mindspore"]),
+    Row("convert", "st", None, "convert to one set, warm", 0.95, ["--to", "mindspore"]),
     Row("zarr", "st", None, "convert to a zarr store, warm", 1.5, ["--to", "zarr"]),
     Row("pipeline", "pipeline", "tp4", "pipeline 2 → 1, warm", 0.95),
     Row("ckpt", "ckpt", "tp4", ".ckpt → .ckpt, warm", 1.0),
     Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--to", "safetensors"]),
-    Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _STYLE),
+    Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _CHECKPOINT2),
     Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--to", "hf"]),
     Row("dcp-columns", "dcp", "columns", "DCP row → column, warm", 1.1, _DCP),
     Row("hf-dcp", "hf", "st", "Hugging Face set → DCP fsdp8, warm", 1.1, _DCP),

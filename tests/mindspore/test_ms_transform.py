@@ -122,12 +122,6 @@ def test_existing_files_are_replaced(source: Path, tmp_path: Path) -> None:
     assert_files(tmp_path / "out")
 
 
-def test_the_number_of_processes_changes_no_byte(source: Path, tmp_path: Path) -> None:
-    for process_num in (1, 3, 1000):
-        ms.transform_checkpoints(source, tmp_path / str(process_num), "x", SOURCE, TARGET, process_num)
-    assert tree(tmp_path / "1") == tree(tmp_path / "3") == tree(tmp_path / "1000")
-
-
 def test_what_a_strategy_drops_or_lacks_is_a_warning_and_no_slice(source: Path, tmp_path: Path, warnings: Any) -> None:
     target = Strategy.of({"net.w": Layout.of([2], [-1, 0]), "lora.a": Layout.of([2], [0])})
     ms.transform_checkpoints(source, tmp_path / "out", "checkpoint_", SOURCE, target)
@@ -346,6 +340,13 @@ def test_wrong_values(source: Path, tmp_path: Path) -> None:
         ms.transform_checkpoint_by_rank(0, {}, "a.ckpt", SOURCE, TARGET)
     with refused(ValueError, "not-found", "checkpoint_files_map", "rank 9", "nowhere.ckpt"):
         ms.transform_checkpoint_by_rank(0, {9: "nowhere.ckpt"}, "a.ckpt", SOURCE, TARGET)
+    for place, arguments in [
+        ("src_checkpoints_dir", ("", tmp_path, "c_")),
+        ("dst_checkpoints_dir", (source, "", "c_")),
+        ("src_strategy_file", (source, tmp_path, "c_", "")),
+    ]:
+        with refused(ValueError, "empty-value", place):
+            ms.transform_checkpoints(*arguments)
 
 
 def test_directories_that_are_none(source: Path, tmp_path: Path) -> None:
@@ -378,23 +379,6 @@ def test_empty_directories_and_both_formats(source: Path, tmp_path: Path) -> Non
         ms.load_segmented_checkpoints(source / "rank_2")
 
 
-def test_a_missing_rank_is_told_with_who_needs_it(source: Path, tmp_path: Path) -> None:
-    shutil.rmtree(source / "rank_3")
-    needing = "target ranks 0-1 (2 tensors: net.w, adam_m.net.w)"
-    with refused(SourceError, "missing-ranks", source, "source rank 3", needing):
-        ms.transform_checkpoints(source, tmp_path / "out", "x", SOURCE, TARGET)
-    columns = Strategy.of({"net.w": Layout.of([2], [-1, 0]), "net.b": Layout.of([2], [0])})
-    for rank in (0, 1):
-        given = [other for other in ms.rank_list_for_transform(rank, SOURCE, columns) if other != 3]
-        files = rank_map(source, given)
-        if rank == 0:
-            ms.transform_checkpoint_by_rank(rank, files, tmp_path / "0.ckpt", SOURCE, columns)
-            continue
-        with refused(SourceError, "missing-ranks", "source rank 3", "target rank 1 (2 tensors: net.w, net.b)"):
-            ms.transform_checkpoint_by_rank(rank, files, tmp_path / "1.ckpt", SOURCE, columns)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_strategy_of_another_model(source: Path, tmp_path: Path) -> None:
     with refused(StrategyError, "other-strategy", "target strategy", "src", "it has encoder.w", "files have net.w"):
         ms.transform_checkpoints(source, tmp_path / "out", "x", SOURCE, OTHER)
@@ -420,20 +404,6 @@ def test_a_source_file_is_never_overwritten(source: Path) -> None:
     assert tree(source) == before
 
 
-def test_an_expanded_json_layout_as_a_dict(tmp_path: Path) -> None:
-    """A nested layout as JSON has it; MindSpore cannot read its own."""
-    nested = Layout.of([2, 2], [(1, 0), -1])
-    strategy = Strategy({"w": (Placed(0, nested, (8, 6)),)}, range(1), 4)
-    reshard.write_strategy(strategy, tmp_path / "s.json")
-    content = json.loads((tmp_path / "s.json").read_text())
-    assert len(content["parallel_layout_item"]["w"]["tensor_map"]) == 3
-    whole = numbers({"w": (8, 6)})
-    root = write_ranks(tmp_path / "src", whole, Strategy.of({"w": nested}), "ckpt")
-    found = ms.build_searched_strategy(tmp_path / "s.json")
-    ms.transform_checkpoints(root, tmp_path / "out", "checkpoint_", found, Strategy.of({"w": Layout.of([3], [-1, 0])}))
-    assert_rank_files(tmp_path / "out", whole, Strategy.of({"w": Layout.of([3], [-1, 0])}))
-
-
 # --- MindSpore itself ---
 
 with_mindspore = pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore")
@@ -448,15 +418,6 @@ found = {n: [(a.name, repr(a.default)) for a in inspect.signature(getattr(p, n))
 print("RESULT" + json.dumps(found))
 """
 
-GO_ON = """
-import sys
-import mindspore as ms
-root, back, merged, target, extension = sys.argv[1:6]
-ms.transform_checkpoints(root, back, "back_", merged, target, output_format=extension)
-loaded = ms.load_segmented_checkpoints(sys.argv[6]) if extension == "ckpt" else {}
-print("RESULT", sorted(loaded))
-"""
-
 
 @pytest.mark.mindspore
 @with_mindspore
@@ -468,71 +429,32 @@ def test_the_signatures_are_mindspores() -> None:
         assert given == parameters, name
 
 
-@pytest.mark.mindspore
-@with_mindspore
-@pytest.mark.parametrize("extension", ["ckpt", "safetensors"])
-def test_mindspore_goes_on_from_a_pipeline_that_was_merged_and_cut_here(
-    mindspore_data: Path, tmp_path: Path, extension: str
-) -> None:
-    """Its transform reads the files and the merged strategy written here; its segmented load reads the parts."""
-    stages = mindspore_data / "strategies" / "pipe_tut8_ckpt"
-    pipeline = reshard.read_strategy(stages)
-    ms.merge_pipeline_strategys(stages, tmp_path / "merged.ckpt")
-    four = mindspore_data / "real" / "tut_dst4_opt"
-    ms.transform_checkpoints(
-        four / extension, tmp_path / "pipeline", "checkpoint_", four / "strategy_0.ckpt", tmp_path / "merged.ckpt",
-        output_format=extension,
-    )  # fmt: skip
-    for rank in (0, 4):
-        stage = str(stages / f"src_strategy_{rank}.ckpt")
-        ms.transform_checkpoints(
-            tmp_path / "pipeline", tmp_path / "parts", "part_", stage, four / "strategy_0.ckpt", output_format=extension
-        )
-    printed = mindspore(
-        GO_ON, str(tmp_path / "pipeline"), str(tmp_path / "back"), str(tmp_path / "merged.ckpt"),
-        str(four / "strategy_0.ckpt"), extension, str(tmp_path / "parts" / "rank_0"),
-    )  # fmt: skip
-    for rank in range(4):
-        theirs = helpers.read_rank_file(tmp_path / "back" / f"rank_{rank}" / f"back_{rank}.{extension}")
-        assert theirs == helpers.read_rank_file(four / extension / f"rank_{rank}" / f"net.{extension}")
-    if extension == "ckpt":
-        expected = sorted({name for name in pipeline.tensors if "accu_grads" not in name} | set(theirs))
-        assert printed.split("RESULT ")[1].strip() == str(expected)
+def test_an_expanded_json_layout_as_a_dict(tmp_path: Path) -> None:
+    """A nested layout as JSON has it; MindSpore cannot read its own."""
+    nested = Layout.of([2, 2], [(1, 0), -1])
+    strategy = Strategy({"w": (Placed(0, nested, (8, 6)),)}, range(1), 4)
+    reshard.write_strategy(strategy, tmp_path / "s.json")
+    content = json.loads((tmp_path / "s.json").read_text())
+    assert len(content["parallel_layout_item"]["w"]["tensor_map"]) == 3
+    whole = numbers({"w": (8, 6)})
+    root = write_ranks(tmp_path / "src", whole, Strategy.of({"w": nested}), "ckpt")
+    found = ms.build_searched_strategy(tmp_path / "s.json")
+    ms.transform_checkpoints(root, tmp_path / "out", "checkpoint_", found, Strategy.of({"w": Layout.of([3], [-1, 0])}))
+    assert_rank_files(tmp_path / "out", whole, Strategy.of({"w": Layout.of([3], [-1, 0])}))
 
 
-def test_by_rank_of_a_deduplicated_ckpt_source_loses_nothing(mindspore_data: Path, tmp_path: Path) -> None:
-    """`.ckpt` files carry no mark that replicas are stored once."""
-    import reshard
-
-    folder = mindspore_data / "real" / "tut_src8"
-    before = reshard.read_strategy(folder / "strategy_0.ckpt")
-    source = reshard.open(folder / "ckpt", strategy=before)
-    reshard.plan(source, before, to="ckpt", remove_redundancy=True).run(tmp_path / "once")
-    files = {rank: tmp_path / f"once/rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(8)}
-    some = {rank: files[rank] for rank in ms.rank_list_for_transform(0, folder / "strategy_0.ckpt")}
-    with refused(SourceError, "missing-ranks", "rank_2", "net.layer1.weight", "ranks 1,3-7"):
-        ms.transform_checkpoint_by_rank(0, some, tmp_path / "some.ckpt", folder / "strategy_0.ckpt")
-    ms.transform_checkpoint_by_rank(0, files, tmp_path / "all.ckpt", folder / "strategy_0.ckpt")
-
-
-def test_what_is_said_names_no_option_of_the_command_line(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target.ckpt"
-    reshard.write_strategy(TARGET, target)
-    with refused(SourceError, "no-layout", "give src_strategy_file", "rank 0 and rank "):
-        ms.transform_checkpoints(source, tmp_path / "out", "c_", None, target)
-    with refused(SourceError, "needs-whole-tensors", source, "unified_safetensors"):
-        ms.load_distributed_checkpoint(
-            None, predict_strategy=target, format="safetensors", unified_safetensors_dir=source,
-            dst_safetensors_dir=tmp_path / "out",
-        )  # fmt: skip
-    for rank in range(4):
-        write_file(source / f"rank_{rank}" / f"other{rank}.ckpt", {"x": np.zeros(1)}, "ckpt")
-    with refused(SourceError, "several-checkpoints", "file_suffix"):
-        ms.transform_checkpoints(source, tmp_path / "out", "c_", SOURCE, target)
-    for place, arguments in [
-        ("src_checkpoints_dir", ("", tmp_path, "c_")),
-        ("dst_checkpoints_dir", (source, "", "c_")),
-        ("src_strategy_file", (source, tmp_path, "c_", "")),
-    ]:
-        with refused(ValueError, "empty-value", place):
-            ms.transform_checkpoints(*arguments)
+def test_a_missing_rank_is_told_with_who_needs_it(source: Path, tmp_path: Path) -> None:
+    shutil.rmtree(source / "rank_3")
+    needing = "target ranks 0-1 (2 tensors: net.w, adam_m.net.w)"
+    with refused(SourceError, "missing-ranks", source, "source rank 3", needing):
+        ms.transform_checkpoints(source, tmp_path / "out", "x", SOURCE, TARGET)
+    columns = Strategy.of({"net.w": Layout.of([2], [-1, 0]), "net.b": Layout.of([2], [0])})
+    for rank in (0, 1):
+        given = [other for other in ms.rank_list_for_transform(rank, SOURCE, columns) if other != 3]
+        files = rank_map(source, given)
+        if rank == 0:
+            ms.transform_checkpoint_by_rank(rank, files, tmp_path / "0.ckpt", SOURCE, columns)
+            continue
+        with refused(SourceError, "missing-ranks", "source rank 3", "target rank 1 (2 tensors: net.w, net.b)"):
+            ms.transform_checkpoint_by_rank(rank, files, tmp_path / "1.ckpt", SOURCE, columns)
+    assert not (tmp_path / "out").exists()

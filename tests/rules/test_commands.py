@@ -75,16 +75,6 @@ def test_what_is_said_of_wrong_options(mindspore_data: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_and_convert_have_rules_too(mindspore_data: Path, tmp_path: Path) -> None:
-    case = truth(mindspore_data, "mcore_tp2_pp2")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    words = [*LLAMA, "--model-config", tmp_path / "config.json"]
-    told = json.loads(done("inspect", case.checkpoint, *words, "--json").stdout)
-    assert {item["name"]: tuple(item["shape"]) for item in told["tensors"]} == {
-        name: np.shape(value) for name, value in case.hf.items()
-    }
-
-
 def test_names_beside_rules_are_those_that_they_make(mindspore_data: Path, tmp_path: Path) -> None:
     """--include, --exclude and --name-map, in a run and in its verification; names before the rules are told so."""
     case = truth(mindspore_data, "mcore_tp2_pp2")
@@ -144,15 +134,6 @@ def test_tensors_without_a_rule_are_left_out_by_drop(tmp_path: Path) -> None:
 
 def _load(folder: Path) -> dict[str, Any]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
-
-
-@pytest.mark.parametrize("command", ["convert", "plan", "verify"])
-def test_help_says_which_names_go_beside_rules(command: str) -> None:
-    """Where rules are explained, and with each option that takes names."""
-    text = " ".join(done(command, "--help-all").stdout.split())
-    for option in ("--rules", "--include", "--exclude", "--name-map"):
-        start = text.index(f" {option} ")
-        assert "rules" in text[start : start + 250], option
 
 
 def test_built_in_rules_are_listed_and_printed(tmp_path: Path) -> None:

@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import warnings
+from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import peft_adapters
 import pytest
-from adapters import assert_arrays, cut, matrices, save, weights, written
+from adapters import ALPHA, RANK, assert_arrays, cut, matrices, product, save, weights, written
 from adapters import merged as plain_merge
 from checkpoints import tree, write_file, write_ranks
-from commands import done
+from commands import call, done
+from deepspeed_files import values, write_zero
 from refusals import failed, refused
 from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write_save
 
@@ -28,10 +29,10 @@ from reshard import LoRA, Selection
 from reshard.core.plan import budget
 from reshard.errors import ChangedError, SourceError, UsageError
 from reshard.rules.lora import low_rank
-from reshard.rules.lora.parts import Adapter
 
 if TYPE_CHECKING:
     from helpers import Array
+
 
 PYTHON = os.environ.get("RESHARD_TORCH_PYTHON", "")
 UNTIED = ("untied_float32", "untied_float16", "untied_bfloat16", "trained_wider", "not_targeted")
@@ -113,7 +114,7 @@ def changed(case: Path, into: Path, name: str, at: tuple[int, ...], value: Array
 @pytest.mark.parametrize("at", [(0, 0), (31, 15)])
 def test_another_embedding(tmp_path: Path, peft: Path, case: str, name: str, at: tuple[int, ...]) -> None:
     base = changed(peft / case, tmp_path / "base", name, at)
-    command = ("convert", base, tmp_path / "out", "--to", "hf", "--lora", peft / case / "adapter")
+    command = ("convert", base, tmp_path / "out", "--lora", peft / case / "adapter")
     failed(4, "different-model", *command, places=(name, base))
     assert not tree(tmp_path / "out")
 
@@ -131,25 +132,6 @@ def test_an_element_in_the_middle(tmp_path: Path) -> None:
     save(tmp_path / "lora", matrices(model, ("lm_head",)) | {name: one + 1 for name, one in copy.items()})
     with refused(ChangedError, "source-changed", "adapter_model.safetensors"):
         plan.run(tmp_path / "again")
-
-
-def test_copies_are_compared_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much is read at once: no buffer is as large as the copy."""
-    model = weights("float32", {"lm_head.weight": (512, 64)})
-    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"]}
-    lora = save(tmp_path / "lora", matrices(model, ("lm_head",)) | copy)
-    opened = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(lora)
-    rows, read = list[int](), Adapter.rows
-
-    def noted(adapter: Adapter, name: str, first: int, last: int) -> Array:
-        if "base_layer" in name:
-            rows.append(last - first)
-        return read(adapter, name, first, last)
-
-    monkeypatch.setattr(low_rank, "_COPY_BYTES", 4096)
-    monkeypatch.setattr(Adapter, "rows", noted)
-    opened["lm_head.weight"].compute()
-    assert (max(rows), sum(rows)) == (16, 512)
 
 
 def test_copies_of_biases_and_other_names(tmp_path: Path) -> None:
@@ -197,20 +179,6 @@ def test_a_model_that_was_trained_in_another_dtype(tmp_path: Path, dtype: str) -
     assert_arrays(found, plain_merge(model, pairs))
 
 
-def test_memory_for_copies_is_counted(tmp_path: Path) -> None:
-    model = weights("float32", {"lm_head.weight": (32, 16)})
-    pairs = matrices(model, ("lm_head",))
-    base = reshard.open(write_file(tmp_path / "base.safetensors", model))
-    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"]}
-    sizes = [
-        reshard.plan(base, selection=Selection(lora=save(tmp_path / name, some)))._record.explain_memory()[
-            "coding and fetching"
-        ]
-        for name, some in (("pairs", pairs), ("copies", pairs | copy))
-    ]
-    assert sizes[1] >= sizes[0] + low_rank._COPY_BYTES
-
-
 # --- tied weights
 
 
@@ -231,7 +199,7 @@ def test_tied_weights(tmp_path: Path, peft: Path, name: str, base: str) -> None:
         source.merge_lora(LoRA(str(adapter)))
 
     command = ("convert", case / base, tmp_path / "no", "--to", "hf", "--lora", adapter)
-    failed(2, "tied-weights", *command, places=(HEAD, EMBEDDING, "tied='untie'", "tied='both'"))
+    failed(2, "tied-weights", *command, places=(HEAD, EMBEDDING, "--lora-tied untie", "--lora-tied both"))
     assert not (tmp_path / "no").exists()
 
     both = merged(case)
@@ -239,13 +207,17 @@ def test_tied_weights(tmp_path: Path, peft: Path, name: str, base: str) -> None:
         del both[HEAD]
     for choice, expected in (("both", both), ("untie", untied(case))):
         assert_arrays(source.merge_lora(LoRA(str(adapter), tied=choice)), expected)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            reshard.convert(case / base, tmp_path / choice, to="hf", lora=LoRA(str(adapter), tied=choice))
-        assert any("tie_word_embeddings" in str(each.message) for each in said) == (choice == "untie")
+        result = done(
+            "convert", case / base, tmp_path / choice, "--to", "hf", "--lora", adapter, "--lora-tied", choice,
+            "--tune=fsync=no",
+        )  # fmt: skip
+        assert ("tie_word_embeddings" in result.stderr) == (choice == "untie")
         assert_arrays(reshard.open(tmp_path / choice), expected)
         done("verify", tmp_path / choice)
-    assert not reshard.verify(tmp_path / "both", against=case / base, lora=LoRA(str(adapter), tied="untie"))
+    assert (
+        call("verify", tmp_path / "both", "--against", case / base, "--lora", adapter, "--lora-tied", "untie").exit_code
+        == 3
+    )
 
 
 def test_tied_adapters_ask_nothing(peft: Path) -> None:
@@ -278,10 +250,13 @@ def test_both_are_stored(tmp_path: Path, peft: Path, config: dict[str, object]) 
 
 def test_a_plan_file_has_the_choice(tmp_path: Path, peft: Path) -> None:
     case = peft / "tied_head"
-    lora = LoRA(str(case / "adapter"), tied="untie")
-    reshard.plan(reshard.open(case / "base"), lora=lora).save(tmp_path / "plan.json")
+    target = ("--lora", case / "adapter", "--lora-tied", "untie")
+    done("plan", case / "base", *target, "-o", tmp_path / "plan.json")
     done("run", tmp_path / "plan.json", tmp_path / "out", "--tune=fsync=no")
     assert_arrays(reshard.open(tmp_path / "out"), untied(case))
+    assert call("convert", case / "base", tmp_path / "out", *target[:3], "both").exit_code == 6
+    for options in (("--lora-tied", "both"), (*target[:3], "neither")):
+        assert call("convert", case / "base", tmp_path / "no", *options).exit_code == 2
     with refused(UsageError, "bad-value", "'x'"):
         LoRA("adapter", tied="x")
 
@@ -295,22 +270,6 @@ def test_other_layers_of_tied_models_ask_nothing(tmp_path: Path, peft: Path) -> 
         found = {name: np.asarray(one) for name, one in reshard.open(case / base).merge_lora(lora).items()}
         before = arrays(case / base)
         assert [name for name in before if not np.array_equal(found[name], before[name])] == [f"{layers[0]}.weight"]
-
-
-def test_ranks_of_a_tied_model(tmp_path: Path, peft: Path) -> None:
-    """The head that is not stored is cut as the embedding is."""
-    case = peft / "tied_head"
-    model = arrays(case / "base")
-    source = cut(model, "rows")
-    write_ranks(tmp_path / "src", written(model), source, "safetensors")
-    opened = reshard.open(tmp_path / "src", strategy=source)
-    with refused(UsageError, "tied-weights", EMBEDDING, HEAD):
-        opened.merge_lora(LoRA(str(case / "adapter")))
-    lora = LoRA(str(case / "adapter"), tied="untie")
-    expected = untied(case)
-    reshard.plan(opened, cut(expected, "columns"), selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
-    assert_arrays(reshard.open(tmp_path / "out", strategy=cut(expected, "columns")), expected)
-    assert reshard.verify(tmp_path / "out").equal
 
 
 def test_tied_dtensors(tmp_path: Path) -> None:
@@ -331,25 +290,6 @@ def test_tied_dtensors(tmp_path: Path) -> None:
         reshard.plan(source, to="safetensors", selection=selection).run(tmp_path / tied, fsync=False)
         assert_arrays(reshard.open(tmp_path / tied), {**after, EMBEDDING: embedding})
         assert reshard.verify(tmp_path / tied).equal
-
-
-def test_views_of_one_storage(tmp_path: Path) -> None:
-    """A fused weight and its parts: each part may have an adapter, and the fused weight stays what it was."""
-    fused = weights("float32", {"qkv.weight": (48, 16)})["qkv.weight"]
-    storage = Storage(fused.reshape(-1))
-    model = {f"{name}.weight": fused[16 * at : 16 * at + 16] for at, name in enumerate("qkv")}
-    parts = {f"{n}.weight": tensor(model[f"{n}.weight"], storage=storage, first=256 * i) for i, n in enumerate("qkv")}
-    write_save(tmp_path / "apart.pt", parts)
-    write_save(tmp_path / "fused.pt", {**parts, "qkv.weight": tensor(fused, storage=storage)})
-    pairs = matrices(model, ("q", "v"))
-    after, lora = plain_merge(model, pairs), save(tmp_path / "lora", pairs)
-    assert_arrays(reshard.open(tmp_path / "apart.pt").merge_lora(lora), after)
-    source = reshard.open(tmp_path / "fused.pt")
-    with refused(UsageError, "tied-weights", "q.weight", "k.weight", "v.weight", "qkv.weight"):
-        source.merge_lora(lora)
-    assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**after, "qkv.weight": fused})
-    whole = np.concatenate([after[f"{name}.weight"] for name in "qkv"])
-    assert_arrays(source.merge_lora(LoRA(lora.root, tied="both")), {**after, "qkv.weight": whole})
 
 
 @pytest.mark.parametrize("choice", ["both", "untie"])
@@ -391,3 +331,109 @@ def test_views_of_another_shape(tmp_path: Path) -> None:
     with refused(SourceError, "unsupported-strides", "flat", "rows or columns", "untie"):
         source.merge_lora(LoRA(lora.root, tied="both"))
     assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**plain_merge(model, pairs), "flat": flat})
+
+
+# --- Adapters of trainings: the float32 masters that optimizers have of a merged weight are merged, too ---
+
+LAYERS = ("l.0.q_proj", "l.0.up")
+GROUPS = [{"l.0.q_proj.weight": (8, 8), "l.0.up.weight": (12, 8)}, {"norm.weight": (8,)}]
+NAMES = [name for group in GROUPS for name in group]
+
+
+def with_adapter(full: dict[str, Array], pairs: dict[str, Array], prefixes: tuple[str, ...]) -> dict[str, Array]:
+    """What numpy makes of weights and their masters."""
+    result = dict(full)
+    for name in (f"{prefix}{layer}.weight" for layer in LAYERS for prefix in prefixes):
+        layer = name.removesuffix(".weight").rpartition("l.0")[1:]
+        total = full[name].astype("f4") + np.float32(ALPHA / RANK) * product(pairs, "".join(layer))
+        result[name] = total.astype(full[name].dtype)
+    return result
+
+
+def assert_same(found: reshard.Checkpoint, expected: dict[str, Array]) -> None:
+    for name in found:
+        assert np.asarray(found[name]).tobytes() == expected[name].tobytes(), name
+
+
+def run_of(root: Path, stage: int, dtype: str) -> dict[str, Array]:
+    """Write a run of ZeRO; its weights are in bfloat16 or float32."""
+    full = values(GROUPS)
+    if dtype == "bfloat16":
+        return write_zero(root, GROUPS, stage=stage, full=full)
+    full |= {name: full[f"fp32.{name}"] for name in NAMES}
+    module = {name: tensor(np.zeros(0, "f4") if stage == 3 else full[name]) for name in NAMES}
+
+    def model(states: dict[str, Any]) -> None:
+        states["module"] = OrderedDict(module)
+
+    return write_zero(root, GROUPS, stage=stage, full=full, model=model)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_zero(tmp_path: Path, stage: int, dtype: str) -> None:
+    full = run_of(tmp_path / "run", stage, dtype)
+    pairs = matrices({name: np.zeros(shape) for name, shape in GROUPS[0].items()}, LAYERS)
+    lora = save(tmp_path / "lora", pairs)
+    expected = with_adapter(full, pairs, ("", "fp32."))
+    opened = reshard.open(tmp_path / "run")
+    assert_same(opened.merge_lora(lora), expected)
+    assert_same(opened.sel("fp32.*").merge_lora(lora), expected)
+    command = ("convert", tmp_path / "run", "--to", "hf", "--lora", lora.root, "--tune=fsync=no")
+    for number, options in enumerate((("--include", "fp32.*"), ("--weights-only",), ())):
+        out = tmp_path / f"out{number}"
+        done(*command[:2], out, *command[2:], *options)
+        assert_same(reshard.open(out), expected)
+        done("verify", out)
+    assert set(reshard.open(tmp_path / "out0")) == {f"fp32.{name}" for name in NAMES}
+    failed(2, "no-effect", *command[:2], tmp_path / "no", *command[2:], "--include", "exp_avg.*", places=("--lora",))
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "master", ["optimizer.state.fp32_param.{}", "optimizer.state.param.{}", "optim.state.{}.master_param", "fp32.{}"]
+)
+def test_masters_by_other_names(tmp_path: Path, master: str) -> None:
+    """Megatron's, PyTorch's and DeepSpeed's; moments stay, and are merged into nothing."""
+    rng = np.random.default_rng(5)
+    model = {f"{layer}.weight": rng.standard_normal((8, 8)).astype(ml_dtypes.bfloat16) for layer in LAYERS}
+    states = {master.format(name): rng.standard_normal((8, 8)).astype("f4") for name in model}
+    moments = {f"exp_avg.{name}": rng.standard_normal((8, 8)).astype("f4") for name in model}
+    full: dict[str, Array] = model | states | moments
+    written = {name: one.view(np.uint16) if name in model else one for name, one in full.items()}
+    pairs = matrices(model, LAYERS)
+    source = reshard.open(write_file(tmp_path / "model.safetensors", written))
+    found = source.merge_lora(save(tmp_path / "lora", pairs))
+    expected = with_adapter(model, pairs, ("",)) | moments
+    for layer in LAYERS:
+        name = master.format(f"{layer}.weight")
+        expected[name] = states[name] + np.float32(ALPHA / RANK) * product(pairs, layer)
+    assert set(found) == set(expected)
+    assert_same(found, expected)
+
+
+def test_masters_of_another_shape_are_named(tmp_path: Path) -> None:
+    model = {"l.0.q_proj.weight": np.ones((8, 8), "f4"), "fp32.l.0.q_proj.weight": np.ones(64, "f4")}
+    source = reshard.open(write_file(tmp_path / "model.safetensors", model))
+    found = source.merge_lora(save(tmp_path / "lora", matrices(model, ("l.0.q_proj",))))
+    assert np.array_equal(np.asarray(found["fp32.l.0.q_proj.weight"]), model["fp32.l.0.q_proj.weight"])
+    assert any("fp32.l.0.q_proj.weight" in warning for warning in found.warnings)
+
+
+def test_views_of_one_storage(tmp_path: Path) -> None:
+    """A fused weight and its parts: each part may have an adapter, and the fused weight stays what it was."""
+    fused = weights("float32", {"qkv.weight": (48, 16)})["qkv.weight"]
+    storage = Storage(fused.reshape(-1))
+    model = {f"{name}.weight": fused[16 * at : 16 * at + 16] for at, name in enumerate("qkv")}
+    parts = {f"{n}.weight": tensor(model[f"{n}.weight"], storage=storage, first=256 * i) for i, n in enumerate("qkv")}
+    write_save(tmp_path / "apart.pt", parts)
+    write_save(tmp_path / "fused.pt", {**parts, "qkv.weight": tensor(fused, storage=storage)})
+    pairs = matrices(model, ("q", "v"))
+    after, lora = plain_merge(model, pairs), save(tmp_path / "lora", pairs)
+    assert_arrays(reshard.open(tmp_path / "apart.pt").merge_lora(lora), after)
+    source = reshard.open(tmp_path / "fused.pt")
+    with refused(UsageError, "tied-weights", "q.weight", "k.weight", "v.weight", "qkv.weight"):
+        source.merge_lora(lora)
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**after, "qkv.weight": fused})
+    whole = np.concatenate([after[f"{name}.weight"] for name in "qkv"])
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="both")), {**after, "qkv.weight": whole})

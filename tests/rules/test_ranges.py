@@ -68,15 +68,6 @@ def test_the_other_way_round(tmp_path: Path) -> None:
         source.derive(rules(Q, STACKED))
 
 
-def test_an_expert_that_one_layer_lacks(tmp_path: Path) -> None:
-    names = [f"l.{layer}.e.{expert}" for layer in LAYERS for expert in range(3)]
-    some = rules({"a": "l.{l}.e.{e}", "b": "m.{l}.{e}"})
-    assert len(opened(tmp_path, names).derive(some).tensors) == 12
-    names.remove("l.3.e.2")
-    with refused(SourceError, "missing-tensor", "'l.3.e.2'"):
-        opened(tmp_path, names).derive(some)
-
-
 def test_a_state_that_one_layer_lacks(tmp_path: Path) -> None:
     """States have ranges of their own: some layers may be frozen, and then all their states are absent."""
     weights = [*layers("q.{}"), *layers("k.{}")]
@@ -177,16 +168,6 @@ def test_how_many_layers_there_are(
         else:
             with refused(SourceError, "missing-layers", "num_hidden_layers"):
                 side.derive(with_config)
-
-
-def test_numbers_of_something_else(tmp_path: Path) -> None:
-    """An encoder has as many layers as `num_hidden_layers` says, a decoder others; without layers nothing is asked."""
-    names = [*layers("encoder.layers.{}.w"), *layers("decoder.layers.{}.w", range(2))]
-    both = [{"a": "encoder.layers.{e}.w", "b": "e.{e}"}, {"a": "decoder.layers.{d}.w", "b": "d.{d}"}]
-    assert opened(tmp_path, names).derive(rules(*both, config={"num_hidden_layers": 4})).tensors
-    with refused(SourceError, "missing-layers", "num_hidden_layers"):
-        opened(tmp_path, names).derive(rules(*both, config={"num_hidden_layers": 5}))
-    assert opened(tmp_path, ["w"]).derive(rules({"a": "w", "b": "v"}, config={"num_hidden_layers": 5})).tensors
 
 
 def test_at_the_command_line(tmp_path: Path) -> None:

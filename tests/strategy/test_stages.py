@@ -15,9 +15,8 @@ import helpers
 import numpy as np
 import pytest
 from checkpoints import Array, blocks, dtype_name, numbers, tree, write_file, write_ranks
-from commands import done, proposed
+from commands import call, done, proposed
 from refusals import failed, refused
-from strategy_files import meaning
 
 import reshard
 import reshard.mindspore as ms
@@ -80,8 +79,7 @@ def pipeline(mindspore_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def assert_refused(option: str, stage: int, *words: str | Path) -> None:
-    ranks = f"{4 * stage}-{4 * stage + 3}" if option == "--ranks" else stage
-    result = failed(4, "one-stage", *words, places=(f"stage {stage} ", f"{option} {ranks}"))
+    result = failed(4, "one-stage", *words, places=(f"stage {stage} ", f"{option} {stage}"))
     assert not result.stdout or json.loads(result.stdout)["error"]["exit_code"] == 4
 
 
@@ -103,11 +101,13 @@ def held(pipeline: Pipeline, rank: int) -> dict[str, Any]:
         ["convert", "SOURCE", "OUT", "FILE", "TARGET", "--json"],
         ["convert", "SOURCE", "OUT", "FILE", "TARGET", "--dry-run"],
         ["convert", "SOURCE", "OUT", "FILE"],
+        ["convert", "SOURCE", "OUT", "FILE", "--via-zarr", "OUT.zarr"],
         ["convert", "--to=mindspore", "SOURCE", "OUT", "FILE"],
         ["convert", "SOURCE", "OUT", "FILE", "--to", "zarr"],
         ["plan", "SOURCE", "FILE", "TARGET", "-o", "OUT"],
         ["plan", "SOURCE", "FILE", "--to", "hf"],
         ["inspect", "SOURCE", "FILE"],
+        ["strategy", "check", "FILE-ITSELF", "SOURCE"],
         ["verify", "FOUR", "VERIFIED", "--against", "SOURCE", "FILE"],
     ],
     ids=" ".join,
@@ -121,6 +121,7 @@ def test_a_source_strategy_of_one_stage_is_refused(
         "OUT": [tmp_path / "out"],
         "OUT.zarr": [tmp_path / "out.zarr"],
         "FILE": ["--source-strategy", pipeline.files / name],
+        "FILE-ITSELF": [pipeline.files / name],
         "TARGET": ["--target-strategy", pipeline.four_strategy],
         "VERIFIED": ["--target-strategy", pipeline.four_strategy],
     }
@@ -152,15 +153,6 @@ def test_a_stage_of_the_source_that_is_asked_for_says_what_others_have(
     assert told["missing"] == whole["missing"]
     report = done("convert", *read[:1], tmp_path / "words", *command[3:], "-v")
     assert f"missing, because the source does not have it: {len(others)} names: " in report.stdout
-
-
-def test_stage_after_stage_gives_what_all_of_the_strategy_does(pipeline: Pipeline, tmp_path: Path) -> None:
-    target = reshard.read_strategy(pipeline.four_strategy)
-    for stage, name in (FIRST, LAST):
-        read = ["--source-strategy", pipeline.files / name, "--stage", str(stage)]
-        done("convert", pipeline.source, tmp_path / "out", *read, "--target-strategy", pipeline.four_strategy)
-    opened = reshard.open(tmp_path / "out", strategy=target)
-    assert all(np.array_equal(opened[name].compute(), value) for name, value in pipeline.full.items())
 
 
 def test_python_is_asked_for_the_stage_too(pipeline: Pipeline, tmp_path: Path) -> None:
@@ -206,9 +198,9 @@ def test_a_target_strategy_of_one_stage_is_refused(
         [pipeline.four, "--source-strategy", pipeline.four_strategy],
         [pipeline.source, "--source-strategy", pipeline.files],
     ):
-        assert_refused("--ranks", stage, "convert", read[0], tmp_path / "out", *read[1:], *target)
+        assert_refused("--target-stage", stage, "convert", read[0], tmp_path / "out", *read[1:], *target)
         if more not in (["--json"], ["--dry-run"]):
-            assert_refused("--ranks", stage, "plan", *read, *target)
+            assert_refused("--target-stage", stage, "plan", *read, *target)
     assert not list(tmp_path.iterdir())
 
 
@@ -219,7 +211,7 @@ def test_a_stage_of_the_target_that_is_asked_for(
 ) -> None:
     """The files are those that the whole target has of these ranks: nobody else writes a part of them."""
     strategy = pipeline.files if all_stages else pipeline.files / name
-    target = ["--target-strategy", strategy, "--ranks", f"{4 * stage}-{4 * stage + 3}"]
+    target = ["--target-strategy", strategy, "--target-stage", str(stage)]
     ranks = range(4 * stage, 4 * stage + 4)
     command = ["convert", pipeline.four, tmp_path / "out", "--source-strategy", pipeline.four_strategy, *target]
     result = done(*command, "-v")
@@ -245,8 +237,7 @@ def test_stages_of_a_target_are_written_beside_each_other(pipeline: Pipeline, tm
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         for stage, (strategy, is_known) in enumerate(zip(strategies, known, strict=True)):
             target = ["--target-strategy", strategy, "--target-stage", str(stage)]
-            ranks = [*target[:2], "--ranks", f"{4 * stage}-{4 * stage + 3}"]
-            told = json.loads(done("convert", pipeline.four, tmp_path / "out", *read, *ranks, "--json").stdout)
+            told = json.loads(done("convert", pipeline.four, tmp_path / "out", *read, *target, "--json").stdout)
             assert (told["verify"] is not None) == is_known
             if is_known:
                 assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
@@ -261,10 +252,9 @@ def test_a_stage_of_the_target_in_python(pipeline: Pipeline) -> None:
     source = reshard.open(pipeline.four, strategy=pipeline.four_strategy)
     for stage, name in (FIRST, LAST):
         for one in (reshard.read_strategy(pipeline.files / name), pipeline.all.of_stage(stage)):
-            with refused(StrategyError, "one-stage", f"stage {stage}", f"target_stage={stage}"):
+            with refused(StrategyError, "one-stage", f"stage {stage}", f"stage={stage}"):
                 reshard.plan(source, one)
-            for chosen in ({"target_stage": stage}, {"ranks": range(4 * stage, 4 * stage + 4)}):
-                assert reshard.plan(source, one, **chosen).ranks == tuple(range(4 * stage, 4 * stage + 4))
+            assert reshard.plan(source, one, target_stage=stage).ranks == tuple(range(4 * stage, 4 * stage + 4))
         assert reshard.plan(source, pipeline.all, target_stage=stage, ranks=[4 * stage]).ranks == (4 * stage,)
         with refused(UsageError, "no-such-rank", f"rank {4 - 4 * stage} ", f"stage {stage}"):
             reshard.plan(source, pipeline.all, target_stage=stage, ranks=[4 - 4 * stage])
@@ -272,25 +262,9 @@ def test_a_stage_of_the_target_in_python(pipeline: Pipeline) -> None:
         reshard.plan(source, pipeline.all, target_stage=2)
     with refused(UsageError, "missing-strategy", "stage 0"):
         reshard.plan(source, target_stage=0)
-
-
-def test_weights_that_would_be_dropped_make_one_think_of_a_pipeline(pipeline: Pipeline, tmp_path: Path) -> None:
-    """A copy of the first stage's file that lies alone says nothing of others."""
-    alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
-    read = [pipeline.four, "--source-strategy", pipeline.four_strategy]
-    words = ["convert", read[0], tmp_path / "out", *read[1:], "--target-strategy", alone]
-    result = failed(4, "not-in-strategy", *words, places=("tensor 'net.layer2.", "tensor 'net.layer3."))
-    assert "--drop 'net.layer2." in result.stderr
-    assert "pipeline" in result.stderr.splitlines()[-1]
-
-
-def test_weights_that_go_whole_to_every_rank_are_reported(pipeline: Pipeline, tmp_path: Path) -> None:
-    """No strategy says how those of a file of whole tensors are cut, which the target's does not name."""
-    alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
-    source = reshard.open(pipeline.whole)
-    (notice,) = reshard.plan(source, reshard.read_strategy(alone)).warnings
-    assert notice.startswith("copied whole to every rank, as the target strategy does not name it: 8 tensors, net.")
-    assert reshard.plan(source, pipeline.all).warnings == ()  # of global_step nothing is told
+    assert call("convert", "--to=mindspore", pipeline.whole, "out", "--target-stage", "0").exit_code == 2
+    words = ["plan", pipeline.whole, "--to", "mindspore", "--target-stage", "0"]
+    failed(2, "option-of-another-format", *words, places=("--target-stage",))
 
 
 # --- whether a file is of one stage ---
@@ -321,23 +295,6 @@ def test_the_first_stage_s_file_is_known_by_those_beside_it(pipeline: Pipeline, 
     assert repr(reshard.read_strategy(first)).endswith("(stage 0 of a pipeline)>")
     assert "stage 0 of a longer pipeline" in done("strategy", "show", first).stdout
     assert not pipeline.all.others
-
-
-def test_strategies_without_a_pipeline_are_not_asked_for_a_stage(mindspore_data: Path) -> None:
-    """All recorded ones: networks of other configurations lie side by side, one run's ranks have a file each."""
-    files = [*(mindspore_data / "strategies").glob("*.*"), *(mindspore_data / "real").glob("*/strategy_*.ckpt")]
-    found = {path: reshard.read_strategy(path) for path in files if path.name not in {"index.json", "summary.txt"}}
-    assert len(found) > 50
-    assert {path.parent.name for path, strategy in found.items() if strategy.others} == {"pipe8_opt"}
-
-
-def test_a_stage_of_a_merged_file_is_written_and_read_again(pipeline: Pipeline, tmp_path: Path) -> None:
-    for stage in (0, 1):
-        one = pipeline.all.of_stage(stage)
-        reshard.write_strategy(one, tmp_path / f"s_{stage}.ckpt")
-        again = reshard.read_strategy(tmp_path / f"s_{stage}.ckpt")
-        assert meaning(again) == meaning(one)
-        assert {operator.stage for operator in again.operators} == {stage}
 
 
 # --- a stage that has operators and no tensors ---
@@ -379,32 +336,3 @@ def test_mindspores_names_take_the_target_s_stage_for_no_model(pipeline: Pipelin
                 unified_safetensors_dir=tmp_path / "set", dst_safetensors_dir=tmp_path / "out",
             )  # fmt: skip
     assert not (tmp_path / "out").exists()
-
-
-def test_mindspores_names_take_stages_of_both_sides(pipeline: Pipeline, tmp_path: Path) -> None:
-    """One sub-network to one of an equal pipeline, and one rank of a pipeline by its own strategy file."""
-    for stage, name in (FIRST, LAST):
-        own = pipeline.files / name
-        ms.transform_checkpoints(pipeline.source, tmp_path / "out", "x", own, own)
-        ranks = range(4 * stage, 4 * stage + 4)
-        for rank in ranks:
-            path = tmp_path / "out" / f"rank_{rank}" / f"x{rank}_part{stage}.ckpt"
-            assert helpers.read_rank_file(path) == held(pipeline, rank)
-            path = tmp_path / f"{rank}.ckpt"
-            files = {r: pipeline.four / f"rank_{r}" / f"checkpoint_{r}.ckpt" for r in range(4)}
-            ms.transform_checkpoint_by_rank(rank, files, path, pipeline.four_strategy, own)
-            assert helpers.read_rank_file(path) == held(pipeline, rank)
-
-
-@pytest.mark.parametrize(("stage", "name"), [FIRST, LAST])
-def test_one_stage_of_whole_tensors_is_the_same_by_its_file_and_by_all(
-    pipeline: Pipeline, tmp_path: Path, stage: int, name: str
-) -> None:
-    """And verify takes the option that the conversion had."""
-    for place, strategy in (("one", pipeline.files / name), ("all", pipeline.files)):
-        target = ["--target-strategy", strategy, "--target-stage", str(stage)]
-        ranks = [*target[:2], "--ranks", f"{4 * stage}-{4 * stage + 3}"]
-        told = json.loads(done("convert", pipeline.whole, tmp_path / place, *ranks, "--json").stdout)
-        assert sorted(told["dropped"]) == (sorted(pipeline.of(1 - stage)) if place == "one" else [])
-        done("verify", tmp_path / place, *target, "--against", pipeline.whole)
-    assert tree(tmp_path / "one") == tree(tmp_path / "all")

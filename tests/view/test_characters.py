@@ -42,18 +42,6 @@ def test_colours_do_not_change_the_text() -> None:
     assert picture_text(checkpoint, Canvas(60, paint)) == picture_text(checkpoint, Canvas(60))
 
 
-def test_a_rank_has_the_colour_of_other_pictures() -> None:
-    painted = {}
-
-    def paint(text: str, background: int, _ink: int) -> str:
-        painted[background] = text
-        return text
-
-    grid = Layout.of([2], [0]).grid((2,))
-    block_picture(grid.shape, grid.blocks, grid.ranks, Canvas(60, paint))
-    assert list(painted) == [110, 209], "the colours of a terminal next to #77aadd and #ee8866"
-
-
 def test_tensors_that_are_cut_alike_share_a_picture() -> None:
     text = picture_text(large(10_000, 64), Canvas(60))
     assert text.count("rows / 64") == text.count("columns / 64") == 1
@@ -104,37 +92,6 @@ def test_colours_only_where_they_are_wanted(source: Path) -> None:
     assert b"\x1b" not in inspected(source, PYTHONIOENCODING="utf-8")
     assert b"\x1b[48;5;110m" in inspected(source, "--color", "always", PYTHONIOENCODING="utf-8")
     assert b"\x1b" not in inspected(source, "--color", "never", PYTHONIOENCODING="utf-8")
-
-
-def on_a_terminal(source: Path, **environment: str) -> bytes:
-    """What a terminal of 60 columns gets."""
-    import fcntl
-    import pty
-    import struct
-    import termios
-
-    mine, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 60, 0, 0))
-    command = [sys.executable, "-m", "reshard", "inspect", str(source), "--picture"]
-    kept = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "COLUMNS"}}
-    environment = kept | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment
-    subprocess.run(command, env=environment, check=True, stdout=theirs)
-    os.close(theirs)
-    text = b""
-    try:
-        while part := os.read(mine, 65536):
-            text += part
-    except OSError:  # the end, on Linux
-        pass
-    os.close(mine)
-    return text
-
-
-def test_a_terminal_gets_colours(source: Path) -> None:
-    assert b"\x1b[48;5;110m" in on_a_terminal(source)
-    assert b"\x1b" not in on_a_terminal(source, NO_COLOR="1")
-    assert b"\x1b" not in on_a_terminal(source, TERM="dumb")
-    assert max(map(len, on_a_terminal(source, NO_COLOR="1").decode().splitlines())) <= 60
 
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:
