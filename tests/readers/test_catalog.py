@@ -460,6 +460,53 @@ def test_ranks_that_are_links(tmp_path: Path) -> None:
     assert states(tmp_path / "run") == {"": "complete"}
 
 
+def test_a_directory_that_links_of_ranks_point_to_is_no_model(tmp_path: Path) -> None:
+    write_ranks(tmp_path, FULL, CUT)
+    reshard.write_strategy(CUT, tmp_path / "run.json")
+    for rank in range(4):
+        (tmp_path / f"rank_{rank}").rename(tmp_path / f"card{rank}")
+        (tmp_path / f"rank_{rank}").symlink_to(f"card{rank}")
+    assert states(tmp_path) == {"": "complete"}
+
+
+def test_a_link_to_a_rank_is_no_model(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "run", FULL, CUT)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "best").symlink_to(tmp_path / "run" / "rank_0")
+    assert states(tmp_path / "other") == {"best": "unknown"}
+    assert reshard.open(tmp_path / "other" / "best").warnings
+
+
+def test_latest_as_a_link(tmp_path: Path) -> None:
+    write_steps(tmp_path, 100, 200)
+    (tmp_path / "latest").symlink_to("step-200")
+    assert states(tmp_path) == {"step-100": "complete", "step-200": "complete"}
+    with refused(SourceError, "no-checkpoint", tmp_path):  # not that `latest` is no file
+        reshard.open(tmp_path)
+
+
+def test_a_copy_of_a_step_is_not_newer_than_the_step(tmp_path: Path) -> None:
+    write_steps(tmp_path, 100, 50)
+    copy = shutil.copytree(tmp_path / "step-100", tmp_path / "step-100.bak")
+    os.utime(copy / "model.safetensors")
+    assert newest_complete(tmp_path)[0].path == str(tmp_path / "step-100")
+
+
+def test_a_strategy_that_names_no_tensor_of_ranks_says_nothing_of_them(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "run", FULL, CUT)
+    reshard.write_strategy(Strategy.of({"other": Layout.of([4], [0])}), tmp_path / "strategy.json")
+    assert only(tmp_path).state == "unknown"
+
+
+def test_files_of_ranks_that_have_several_names_in_common(tmp_path: Path) -> None:
+    """They are two checkpoints, whatever the order of a set."""
+    for rank, part in product(range(2), range(2)):
+        write_file(tmp_path / f"rank_{rank}" / f"net{part}.safetensors", FULL)
+    assert len(stored_checkpoints(tmp_path)) == 2
+    with refused(SourceError, "several-checkpoints", tmp_path):
+        reshard.open(tmp_path)
+
+
 def test_a_very_deep_tree(tmp_path: Path) -> None:
     here = Path.cwd()
     os.chdir(tmp_path)

@@ -38,6 +38,7 @@ _TEMPORARY = re.compile(
     r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL
 )
 _STEP = re.compile(rf"{STEP_NAME}(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)
+_COPY = re.compile(r".*[-_.](?:bak|backup|copy|old|orig)[0-9]*", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +128,12 @@ def iterations_at(path: AnyName) -> list[StoredCheckpoint]:
 
 
 def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Sort checkpoints by their directory, then by step."""
+    """Sort checkpoints by their directory, then by step; `step-100.bak` is before `step-100`."""
 
-    def key(each: Candidate) -> tuple[str, list[int], float, str]:
-        return str(each.path.parent), [*map(int, re.findall(r"\d+", each.step))], each.modified, str(each.path)
+    def key(each: Candidate) -> tuple[str, list[int], bool, float, str]:
+        numbers = [*map(int, re.findall(r"\d+", each.step))]
+        is_copy = _COPY.fullmatch(each.path.name) is not None
+        return str(each.path.parent), numbers, not is_copy, each.modified, str(each.path)
 
     return sorted(candidates, key=key)
 

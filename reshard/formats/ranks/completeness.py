@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from reshard.core.listing import RANK_DIRECTORY
 from reshard.core.model.assemble import assemble
 from reshard.core.model.findings import Candidate, FileStat, Findings, of_error
 from reshard.core.records.logs import DIRECTORY
@@ -18,7 +19,6 @@ from reshard.core.storage.places import as_place
 from reshard.errors import ReshardError, SourceError, names
 from reshard.formats.ranks.beside import strategies_in
 from reshard.formats.ranks.directories import is_checkpoint_name, steps_of
-from reshard.formats.ranks.names import RANK_DIRECTORY
 from reshard.formats.ranks.reader import index_ranks
 from reshard.strategy.names import ranks_text
 
@@ -112,6 +112,8 @@ def _own_strategy(recorded: Made) -> Strategy | None:
 
 def _misfit(root: Place, indexed: IndexedFiles, strategy: Strategy) -> str:
     """Return why the headers of the files do not fit a strategy, or ""."""
+    if strategy.tensors and not any(strategy.tensors.keys() & file.index.entries.keys() for file in indexed.files):
+        return "it names none of their tensors"
     partial = {*indexed.ranks} < {*strategy.ranks}  # a target may be of some ranks only
     try:
         assemble(str(root), indexed.files, indexed.ranks, strategy, partial=partial)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial as applied
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.core.listing import RANK_PATTERN
+from reshard.core.listing import RANK_DIRECTORY, RANK_PATTERN
 from reshard.core.model.assemble import assemble
 from reshard.core.model.checkpoint import Checkpoint, SourceFile, unreadable_in
 from reshard.core.model.facts import Opening
@@ -20,7 +20,6 @@ from reshard.errors import Option, SourceError, Text, UsageError, joined
 from reshard.formats.made import with_strategy
 from reshard.formats.parts import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.directories import Step, leftovers, rank_files
-from reshard.formats.ranks.names import RANK_DIRECTORY
 from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks, refuse_parts_of_ranks
 from reshard.formats.ranks.reader import (
     IndexedFiles,
