@@ -137,7 +137,7 @@ OF_FORMATS = {
     ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("cli.groups.strategy", "ranks"), ("cli.main", "ranks"),
     ("cli.write", "zarr"), ("core.plan.make", "ranks"), ("core.plan.make", "sets"), ("core.run.state.beside", "ranks"),
     ("core.verify.manifest_files", "ranks"), ("core.verify.verify", "ranks"), ("formats.catalog", "ranks"),
-    ("formats.catalog.files", "ranks"), ("formats.made", "ranks"), ("formats.open", "ranks"),
+    ("formats.made", "ranks"), ("formats.open", "ranks"),
     ("formats.reopen", "ranks"), ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),
     ("mindspore.unified", "sets"),
 }  # fmt: skip

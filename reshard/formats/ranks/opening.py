@@ -103,7 +103,7 @@ def _unknown(
     path: Place | Mapping[int, AnyName], root: str, ranks: Sequence[int], change: str, options: OpenOptions
 ) -> SourceError:
     """Return the error for several ranks with an unknown layout; it names the strategies beside them that fit."""
-    from reshard.formats.ranks.beside import unknown_layout  # on this error only
+    from reshard.formats.ranks.completeness import unknown_layout  # on this error only
 
     return unknown_layout(root, ranks, change, lambda fits: open_ranks(path, replace(options, strategy=fits)))
 
