@@ -16,7 +16,7 @@ from remotes import put
 import reshard
 from reshard import Layout, Strategy
 from reshard.errors import SourceError, StrategyError
-from reshard.formats.ranks import beside
+from reshard.formats.ranks import completeness
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,8 +192,8 @@ def test_few_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "002_strategy.ckpt").symlink_to(tmp_path / "none")
     reshard.write_strategy(ROWS, tmp_path / "my_strategy.ckpt")
     read: list[object] = []
-    before = beside.read_strategy
-    monkeypatch.setattr(beside, "read_strategy", lambda path: read.append(path) or before(path))
+    before = completeness.read_strategy
+    monkeypatch.setattr(completeness, "read_strategy", lambda path: read.append(path) or before(path))
     place = f"--source-strategy {tmp_path}/my_strategy.ckpt"
     failed(4, "no-layout", "unify", root, tmp_path / "whole", places=(place,))
     assert 1 <= len(read) <= 16
