@@ -46,13 +46,6 @@ def test_safetensors_keeps_notes_and_says_what_it_adds(tmp_path: Path) -> None:
         }
 
 
-def test_formats_are_found_by_name() -> None:
-    assert formats.by_name("ckpt") is ckpt
-    assert formats.by_name("safetensors").EXTENSION == ".safetensors"
-    with refused(UsageError, "unknown-format", "'pickle'"):
-        formats.by_name("pickle")
-
-
 def test_an_empty_file(tmp_path: Path) -> None:
     with refused(SourceError, "empty-file"):
         index_file(str(saved(tmp_path, b"")))

@@ -25,14 +25,6 @@ MIXED = [SizedTensor("a", 10, True), SizedTensor("b", 30, True), SizedTensor("c"
          SizedTensor("step", 4, False), SizedTensor("text", 0, False, is_text=True)]  # fmt: skip
 
 
-@pytest.mark.parametrize("files", [RankFiles(), RankFiles(name="x"), MindSporeSet(25), HuggingFaceSet(25)])
-def test_every_tensor_has_one_file_that_is_there(files: TargetFiles) -> None:
-    shard_files = files.shard_files(MIXED, ".safetensors")
-    assert set(shard_files.of) == {"a", "b", "c", "step", "text"}
-    assert set(shard_files.of.values()) <= set(range(len(shard_files.paths)))
-    assert len(set(shard_files.paths)) == len(shard_files.paths)
-
-
 def test_a_rank_has_one_file() -> None:
     assert RankFiles("net-").shard_files(MIXED, ".ckpt").paths == ("rank_{rank}/net-{rank}.ckpt",)
     assert RankFiles("net-", "_part1").shard_files(MIXED, ".ckpt").paths == ("rank_{rank}/net-{rank}_part1.ckpt",)

@@ -68,17 +68,6 @@ HARMLESS = {
 """Files that no tensor is in, and that no reader needs."""
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_a_real_one_is_complete(name: str, mindspore_data: Path) -> None:
-    found = [each for each in stored_checkpoints(mindspore_data / name / "checkpoint") if each.state == "complete"]
-    assert {each.format for each in found} == {REAL[name]}
-    assert sum(each.newest for each in found) == 1
-    for each in found:
-        assert each.nbytes > 0
-        assert each.files > 0
-        assert not reshard.open(each.path, contents=False).unreadable
-
-
 @pytest.mark.parametrize("name", [name for name in REAL if not name.startswith(("orbax", "megatron"))])
 @pytest.mark.parametrize("damage", ["removed", "cut"])
 def test_no_damaged_one_is_complete(name: str, damage: str, mindspore_data: Path, tmp_path: Path) -> None:
@@ -202,19 +191,6 @@ def test_metadata_of_many_marks_are_refused_at_once(tmp_path: Path) -> None:
     began = time.process_time()
     assert only(tmp_path).state == "incomplete"
     assert time.process_time() - began < 10
-
-
-@pytest.mark.parametrize("names", [("step-1", "step-2"), ("a", "b")])
-def test_several_dcps_are_not_parts_of_one(names: tuple[str, str], mindspore_data: Path, tmp_path: Path) -> None:
-    for name in names:
-        shutil.copytree(mindspore_data / "dcp" / "fsdp2_bf16" / "checkpoint", tmp_path / name)
-    assert states(tmp_path) == dict.fromkeys(names, "complete")
-
-
-@pytest.mark.parametrize("name", ["orbax/unmerged", "orbax/run"])
-def test_an_unfinished_orbax_is_incomplete(name: str, mindspore_data: Path) -> None:
-    found = states(mindspore_data / name)
-    assert {state for path, state in found.items() if "tmp" in path} == {"incomplete"}
 
 
 @pytest.mark.parametrize(

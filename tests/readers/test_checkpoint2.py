@@ -14,10 +14,9 @@ from commands import call, done
 from fsspec.core import url_to_fs
 from measure import RESHARD, measured
 from refusals import failed, refused
-from samples import sampled
 
 import reshard
-from reshard import Layout, Strategy
+from reshard import Strategy
 from reshard.errors import SourceError, UsageError
 
 if TYPE_CHECKING:
@@ -89,30 +88,6 @@ def test_real_ones_are_their_whole_tensors(mindspore_data: Path, name: str) -> N
         del full["global_step"]  # which is in common.json alone
     for path in (root / "checkpoint", max((root / "checkpoint").glob("iteration_*"))):
         assert_equal(reshard.open(path), full)
-
-
-@pytest.mark.parametrize("name", sampled([(name,) for name in CASES], 3))
-def test_they_are_converted_and_verified(mindspore_data: Path, tmp_path: Path, name: str) -> None:
-    """To whole tensors, to other ranks and back to whole ones, to zarr, and by a saved plan."""
-    root = root_of(mindspore_data, name)
-    source = reshard.open(root / "checkpoint")
-    full = {key: value for key, value in np.load(root / "full.npz").items() if key in source}
-    rows = Strategy.of({
-        key: Layout.of([2, 2], [1, *[-1] * (value.ndim - 1)]) for key, value in full.items() if value.ndim and not
-        value.shape[0] % 2
-    })  # fmt: skip
-    reshard.plan(source, rows).run(tmp_path / "rows", fsync=False)
-    assert_equal(reshard.open(tmp_path / "rows", strategy=rows), full)
-    source.to_zarr(tmp_path / "zarr", fsync=False)
-    assert_equal(reshard.open(tmp_path / "zarr"), full)
-    plan = reshard.plan(source)
-    plan.save(tmp_path / "plan.json")
-    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "whole")
-    assert_equal(reshard.open(tmp_path / "whole"), full)
-    for target in ("rows", "zarr", "whole"):
-        found = reshard.verify(tmp_path / target)  # against the source, as the ledger says
-        assert found.equal
-        assert found.against == source.root
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in {"graph_1", "pynative_submesh"}])

@@ -102,13 +102,6 @@ def test_what_may_be_of_a_rank_or_a_step_is_not_converted_until_it_is_said_to_be
             reshard.convert(reshard.open({0: files[0]}), tmp_path / "out", to="hf")
 
 
-def test_a_numbered_target_is_compared_with_its_source(tmp_path: Path) -> None:
-    source = write(tmp_path / "in" / "model.safetensors", WHOLE)
-    for number in (1, 2):
-        done("convert", source, tmp_path / f"out_{number}.safetensors")
-    done("verify", tmp_path / "out_2.safetensors", "--against", source)
-
-
 @pytest.mark.parametrize("stem", STEPS)
 def test_steps_of_one_directory_are_whole(stem: str, tmp_path: Path) -> None:
     full = {step: WHOLE + step for step in (1, 2)}

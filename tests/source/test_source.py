@@ -52,11 +52,6 @@ def test_contents_are_not_read(tmp_path: Path, faults: Faults) -> None:
         assert 0 < sum(call.nbytes for call in faults.of("read_into")) < 200_000  # of 4 MB: headers, and a few samples
 
 
-def test_one_file_of_whole_tensors_needs_no_strategy(tmp_path: Path) -> None:
-    path = write_file(tmp_path / "model.safetensors", FULL)
-    assert reshard.open(path).tensors["w"].spec.shape == (8, 4)
-
-
 def test_several_ranks_need_a_strategy(root: Path) -> None:
     with refused(SourceError, "no-layout", root, "4 ranks"):
         reshard.open(root)
@@ -460,13 +455,6 @@ def test_a_value_of_its_own_for_every_rank(tmp_path: Path) -> None:
     for rank in range(4):
         written = reshard.open(tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")["rng"].compute()
         assert written.tolist() == plan.rank(rank)["rng"].compute().tolist() == [rank, 1]
-
-
-def test_ranks_of_two_formats(tmp_path: Path) -> None:
-    for rank, format in enumerate(("ckpt", "safetensors")):
-        write_file(tmp_path / f"rank_{rank}" / f"c.{format}", FULL, format)
-    with refused(SourceError, "no-common-checkpoint"):
-        reshard.open(tmp_path, strategy=STRATEGY)
 
 
 PIPE = numbers({"w": (4, 4), "tied": (4, 4), "v": (4,)})

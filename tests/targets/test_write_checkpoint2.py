@@ -409,12 +409,6 @@ def test_a_whole_weight_that_the_pattern_lacks_is_not_hidden_in_files(tmp_path: 
         reshard.plan(source, pattern, files=Checkpoint2(4))
 
 
-def test_the_size_of_files_of_a_plan_for_a_dcp(tmp_path: Path) -> None:
-    write_file(tmp_path / "net.safetensors", EVERYTHING)
-    words = ("plan", tmp_path / "net.safetensors", "--format", "dcp", "--max-shard-size", "300B")
-    assert "__0_1.distcp" in done(*words, "-v").stdout
-
-
 EXPERTS = numbers({"mlp.experts.weight1": (48, 24), "mlp.experts.weight2": (48, 12), "norm": (12,)})
 
 
