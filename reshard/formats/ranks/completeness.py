@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from reshard.core.listing import RANK_DIRECTORY
 from reshard.core.model.assemble import assemble
-from reshard.core.model.findings import Candidate, FileStat, Findings, of_error
+from reshard.core.model.findings import Candidate, Findings, of_error
 from reshard.core.records.logs import DIRECTORY
 from reshard.core.records.made import made_of
 from reshard.core.storage.base import reading
@@ -38,42 +38,25 @@ if TYPE_CHECKING:
     from reshard.strategy.strategy import Strategy
 
 
-def is_ranked(directory: Directory) -> bool:
-    """Return whether a directory has directories of ranks with files of checkpoints."""
-    return any(
-        RANK_DIRECTORY.fullmatch(name) and any(is_checkpoint_name(below.place / file) for file in below.files)
-        for name, below in directory.below.items()
-    )
-
-
-def rank_directories(directory: Directory) -> list[str]:
-    """Return the names of the directories of ranks."""
-    return [name for name in directory.below if RANK_DIRECTORY.fullmatch(name)]
-
-
 def ranked(directory: Directory) -> Iterator[Candidate]:
     """Yield the checkpoints in rank directories: one for each step, or other name that ranks share."""
     root = directory.place
+    rank_of = {match[0]: int(match[1]) for match in filter(None, map(RANK_DIRECTORY.fullmatch, directory.below))}
+    every_rank = {*rank_of.values()}
     by_rank: dict[int, list[Place]] = {}
-    every_rank: set[int] = set()
-    for match in filter(None, map(RANK_DIRECTORY.fullmatch, directory.below)):
-        below = directory.below[match[0]]
-        if int(match[1]) in every_rank:
-            examine = partial(Findings, "unknown", f"has rank {int(match[1])} twice")
-            yield Candidate(root, "ranks", "", [*directory.every_file()], examine)
-            return
-        every_rank.add(int(match[1]))
-        if paths := [path for name in sorted(below.files) if is_checkpoint_name(path := below.place / name)]:
-            by_rank[int(match[1])] = paths
+    for name, rank in rank_of.items():
+        below = directory.below[name]
+        if paths := [path for file in sorted(below.files) if is_checkpoint_name(path := below.place / file)]:
+            by_rank[rank] = paths
+    if by_rank and len(every_rank) < len(rank_of):
+        examine = partial(Findings, "unknown", "has a rank twice, such as rank_0 and rank_00")
+        yield Candidate(root, "ranks", "", [*directory.every_file()], examine)
+        return
     for (_, step, extension), files in steps_of(by_rank):
-        states = [_state(directory, path) for paths in files.values() for path in paths]
+        states = [directory.below[path.parent.name].files[path.name] for paths in files.values() for path in paths]
         text = f"{step[0]}_{step[1]}" if step else ""
         examine = partial(_findings, directory, files, every_rank)
         yield Candidate(root, f"{extension.removeprefix('.')} ranks", text, states, examine)
-
-
-def _state(directory: Directory, path: Place) -> FileStat:
-    return directory.below[path.parent.name].files.get(path.name, FileStat(0, 0.0))
 
 
 def _findings(directory: Directory, files: Mapping[int, Sequence[Place]], every_rank: set[int]) -> Findings:
