@@ -38,18 +38,31 @@ def write_file(path: Path, tensors: Mapping[str, Array | str], format: str = "sa
         for name, value in tensors.items()
     ]
     layout = by_name(format).lay_out(contents, {"format": "ms", **metadata})
-    written = bytearray(layout.size)
-    for offset, literal in layout.literals:
-        written[offset : offset + len(literal)] = literal
-    for name, runs in places(layout).items():
-        value = tensors[name]
-        assert not isinstance(value, str)
-        content = np.ascontiguousarray(value).tobytes()
-        for offset, nbytes in runs:
-            written[offset : offset + nbytes], content = content[:nbytes], content[nbytes:]
+    arrays = {n: np.ascontiguousarray(value).tobytes() for n, value in tensors.items() if not isinstance(value, str)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(written)
+    path.write_bytes(build(layout, arrays))
     return path
+
+
+def build(layout: FileLayout, contents: Mapping[str, bytes]) -> bytes:
+    """Put a laid-out file together; every byte must be given exactly once."""
+    file, written = bytearray(layout.size), np.zeros(layout.size, np.uint8)
+
+    def put(offset: int, piece: bytes) -> None:
+        assert offset + len(piece) <= layout.size
+        file[offset : offset + len(piece)] = piece
+        written[offset : offset + len(piece)] += 1
+
+    for offset, literal in layout.literals:
+        put(offset, literal)
+    for name, runs in places(layout).items():
+        place = 0
+        for offset, nbytes in runs:
+            put(offset, contents[name][place : place + nbytes])
+            place += nbytes
+        assert place == len(contents[name])
+    assert (written == 1).all()
+    return bytes(file)
 
 
 def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from checkpoints import places
+from checkpoints import build
 
-from reshard.core.model.entries import Content, FileLayout
+from reshard.core.model.entries import Content
 from reshard.dtypes import STR, by_name
 from reshard.errors import UsageError
 from reshard.strategy.proto import message_class
@@ -22,27 +21,6 @@ if TYPE_CHECKING:
 
 Held = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Tensors as (dtype name, shape, bytes)."""
-
-
-def build(layout: FileLayout, contents: dict[str, bytes]) -> bytes:
-    """Put a laid-out file together; every byte must be given exactly once."""
-    file, written = bytearray(layout.size), np.zeros(layout.size, np.uint8)
-
-    def put(offset: int, piece: bytes) -> None:
-        assert offset + len(piece) <= layout.size
-        file[offset : offset + len(piece)] = piece
-        written[offset : offset + len(piece)] += 1
-
-    for offset, literal in layout.literals:
-        put(offset, literal)
-    for name, runs in places(layout).items():
-        place = 0
-        for offset, nbytes in runs:
-            put(offset, contents[name][place : place + nbytes])
-            place += nbytes
-        assert place == len(contents[name])
-    assert (written == 1).all()
-    return bytes(file)
 
 
 def write(format_: formats.Format, held: Held, metadata: dict[str, str] | None = None) -> bytes:

@@ -144,12 +144,6 @@ def test_commands_know_the_layout_of_a_copy(out: Path, tmp_path: Path, way: Call
     done("verify", copy)
 
 
-def test_a_copy_of_a_copy_is_none_the_less(out: Path) -> None:
-    copy = touch(cp(cp(out)))
-    shutil.rmtree(out)
-    assert_equal(reshard.Checkpoint(reshard.open(copy)._record.without(["step", "note"])), FULL)
-
-
 def test_what_is_as_noted_is_not_looked_at_again(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def looked(*_: object) -> int:
         raise SourceError("a range was read")
@@ -271,17 +265,6 @@ def test_a_file_of_another_run(out: Path, tmp_path: Path) -> None:
         assert "has other contents than were written" in refusal(copy, file)
         assert call("verify", copy).exit_code == 3
         shutil.rmtree(copy)
-
-
-@pytest.mark.parametrize("order", [(1, 0, 2, 3), (3, 2, 1, 0), (2, 1, 0, 3)])
-def test_files_of_ranks_that_were_exchanged(out: Path, order: tuple[int, ...]) -> None:
-    copy = cp(out)
-    contents = [file.read_bytes() for file in files(copy)]
-    for file, rank in zip(files(copy), order, strict=True):
-        file.write_bytes(contents[rank])
-    with refused(SourceError, "no-layout", "has other contents"):
-        reshard.open(copy)
-    assert call("verify", copy).exit_code == 3
 
 
 @pytest.mark.parametrize(("file", "other"), [(0, 2), (3, 1)])
