@@ -119,7 +119,9 @@ def _flat_files(root: Place) -> dict[int, list[Place]]:
 
 def _nothing_found(root: Place, rank_pattern: str, below: Sequence[str]) -> SourceError:
     """Return the error for a directory without a checkpoint; `below` are the paths of those below it."""
-    if unfinished := leftovers(root):
+    finished = [path for path in below if not leftovers(root / path)]
+    unfinished = leftovers(root)
+    if unfinished and not finished:
         return SourceError(
             f"{root} is unfinished, and has no file that is done", code="unfinished", facts=unfinished,
             hint="the command that wrote it resumes it",
@@ -127,11 +129,13 @@ def _nothing_found(root: Place, rank_pattern: str, below: Sequence[str]) -> Sour
     is_usual = rank_pattern == RANK_PATTERN
     if is_usual and not root.can.has_latency and not any(root.iterdir()):
         return SourceError(f"{root} is empty", code="empty-directory", facts=["expected a checkpoint"])
-    if below:
+    if finished:
         return SourceError(
-            f"{root} has no checkpoint itself", code="no-checkpoint", facts=[f"checkpoints below: {names(below)}"],
-            hint=f"open {quote(str(root / below[-1]))}; `reshard runs {quote(str(root))}` tells which are complete",
-        )  # fmt: skip
+            f"{root} has no checkpoint itself",
+            code="no-checkpoint",
+            facts=[f"checkpoints below: {names(finished)}", *unfinished],
+            hint=f"open {quote(str(root / finished[-1]))}; `reshard runs {quote(str(root))}` tells which are complete",
+        )
     usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
     examples = usual if is_usual else [rank_pattern.replace("{rank}", "0")]
     return SourceError(
