@@ -205,6 +205,7 @@ def test_an_index_by_hand_is_read(tmp_path: Path) -> None:
         ({"a": "/etc/passwd"}, "bad-name", "file '/etc/passwd'"),
         ({"a": ".."}, "bad-name", "file '..'"),
         ({"a": "x\0y"}, "not-found", r"x\x00y"),
+        ({}, "no-tensors", ""),
         ({"a": 3}, "bad-index", "weight_map"),
         (["a"], "bad-index", "weight_map"),
         ("a", "bad-index", "weight_map"),

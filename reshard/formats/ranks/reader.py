@@ -71,9 +71,9 @@ def lone_rank(
     Raises:
         SourceError: the path implies another rank than the strategy would read them as.
     """
-    rank, *others = {*ranks}
-    if others:
+    if len({*ranks}) != 1:
         return ""
+    rank = ranks[0]
     rank_dir = None if isinstance(path, Mapping) else rank_of(as_place(path))
     own_rank, siblings = (rank_dir.rank, rank_dir.others) if rank_dir else (rank, [])
     if strategy is not None:
@@ -147,7 +147,7 @@ def left_of_several(root: str, ranks: Collection[int], ledger: Made | None, chan
         ledger: the provenance in its ledger.
         change: why the layout in the ledger is not used; empty if it is used or not needed.
     """
-    if not change or len({*ranks}) > 1 or ledger is None or len(ledger.strategy.ranks if ledger.strategy else ()) < 2:
+    if not change or len({*ranks}) != 1 or ledger is None or len(ledger.strategy.ranks if ledger.strategy else ()) < 2:
         return ""
     options = Text("give ", Option("strategy"), ", or ", Option("layout", "*", "whole"), " if no tensor is cut")
     return Text(changed_text(root, change), "; ", options)
