@@ -165,7 +165,7 @@ def noting_swap(
 
 def _fitting(path: AnyName, opening: OpenOptions) -> str:
     """Return the path of a strategy next to a checkpoint that fits it, or ""."""
-    from reshard.formats.ranks.beside import fitting_strategies  # on errors only
+    from reshard.formats.ranks.completeness import fitting_strategies  # on errors only
 
     with suppress(ReshardError, OSError):
         ranks = read_headers(path, **opening.of_files).ranks

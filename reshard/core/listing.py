@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -11,7 +12,6 @@ from reshard.core.model.entries import RangeReader
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.core.storage.cipher import Cipher
@@ -23,6 +23,9 @@ MARK_BYTES = 4096
 
 RANK_PATTERN = "rank_{rank}/*"
 """The default path pattern of a rank's files, below the opened directory."""
+
+RANK_DIRECTORY = re.compile(r"rank_([0-9]+)")
+"""Matches the names of the directories of ranks."""
 
 STEP_WORD = r"(?:.*[-_.=])?(?:global_?steps?|steps?|iter(?:ation)?s?|checkpoint|ckpt|epoch)[-_.=]?"
 STEP_NAME = rf"{STEP_WORD}(\d{{1,18}})"

@@ -130,11 +130,16 @@ def run_at(here: Listing) -> Run | None:
         Run(here, format_, layout)
         for format_, layout in _layouts()
         if not (layout.is_numbered or (layout.by_name and has_weights))
-        and ((layout.by_name and layout.tracker in here.names) or any(map(layout.directory.fullmatch, here.names)))
+        and ((layout.by_name and _has_tracker(here, layout)) or any(map(layout.directory.fullmatch, here.names)))
     ]
     tracked = [run for run in runs if run.layout.tracker in here.names]  # tags may be named like other checkpoints
     numbered = None if runs or has_weights else _run_of_numbers(here)
     return next(iter([*tracked, *runs]), numbered)
+
+
+def _has_tracker(here: Listing, layout: RunLayout) -> bool:
+    """Return whether a directory has a tracker file; `latest` may be a link to a step, too."""
+    return layout.tracker in here.names and (here.place / layout.tracker).is_file()
 
 
 def checkpoint_of(run: Run, iteration: int | None) -> Place:

@@ -72,13 +72,9 @@ def recomputed(record: SourceRecord, open_source: Callable[[SourceRecord], Check
     computation = record.computation
     if computation is None:
         return open_source(record)
-    if computation.kind not in _KINDS:
-        raise SourceError(
-            f"{computation.kind!r:.60} is not a known computation", code="bad-ledger", facts=[f"of {record.root}"]
-        )
     try:
         inputs = tuple(_input(each, open_source) for each in computation.inputs)
-        checkpoint = _KINDS[computation.kind](inputs, computation.options)
+        checkpoint = _computed(computation.kind, inputs, computation.options)
     except SourceError:
         raise
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -103,45 +99,37 @@ def _input(record: InputRecord, open_source: Callable[[SourceRecord], Checkpoint
     return checkpoint.without(set(record.left_out))
 
 
-def _astype(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
-    from reshard.expressions.cast import astype  # seldom
+def _computed(kind: str, inputs: tuple[Checkpoint, ...], options: Mapping[str, Any]) -> Checkpoint:
+    """Compute a checkpoint again; modules of computations are seldom needed.
 
-    (source,) = inputs
-    return astype(source, **options)
+    Raises:
+        SourceError: the kind is not known, or its arrays are in no file.
+    """
+    match kind:
+        case "assign":
+            raise SourceError(
+                "its arrays are in no file", code="array-not-here", facts=[names(options["names"], most=3)]
+            )
+        case "astype":
+            from reshard.expressions.cast import astype
 
+            (source,) = inputs
+            return astype(source, **options)
+        case "average":
+            from reshard.expressions.average import average
 
-def _average(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
-    from reshard.expressions.average import average  # seldom
+            return average(inputs, **options, compare=False)
+        case "dequantize":
+            from reshard.expressions.quantized.dequantize import dequantize
 
-    return average(inputs, **options, compare=False)
+            (source,) = inputs
+            return dequantize(source, **options)
+        case "scale":
+            from reshard.expressions.scale import scale
 
-
-def _dequantize(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
-    from reshard.expressions.quantized.dequantize import dequantize  # seldom
-
-    (source,) = inputs
-    return dequantize(source, **options)
-
-
-def _scale(inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
-    from reshard.expressions.scale import scale  # seldom
-
-    (source,) = inputs
-    return scale(source, **options)
-
-
-def _assign(_inputs: Sequence[Checkpoint], options: Mapping[str, Any]) -> Checkpoint:
-    raise SourceError("its arrays are in no file", code="array-not-here", facts=[names(options["names"], most=3)])
-
-
-_KINDS: dict[str, Callable[[Sequence[Checkpoint], Mapping[str, Any]], Checkpoint]] = {
-    "assign": _assign,
-    "astype": _astype,
-    "average": _average,
-    "dequantize": _dequantize,
-    "scale": _scale,
-}
-"""The functions that compute a checkpoint, by kind of computation; they take its inputs and options."""
+            (source,) = inputs
+            return scale(source, **options)
+    raise SourceError(f"{kind!r:.60} is not a known computation", code="bad-ledger")
 
 
 def reopen_target(made: Made, cipher: Cipher | None) -> Checkpoint:

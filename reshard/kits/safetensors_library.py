@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.entries import Entry
     from reshard.core.storage.base import ReadStore
 
 _READ_BYTES = 64 << 20  # the most bytes of a tensor that a thread holds, if one row is not larger
@@ -35,6 +36,12 @@ class _Stored:
     end: int
     name: str
     row_bytes: int
+
+    @classmethod
+    def of(cls, name: str, entry: Entry) -> _Stored:
+        """Return the tensor of an entry."""
+        ((begin, nbytes),) = entry.runs
+        return cls(begin, begin + nbytes, name, nbytes // (entry.shape[0] if entry.shape else 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +72,6 @@ def by_library(checkpoint: Checkpoint) -> Checkpoint:
         UsageError: it has no safetensors files, or they are encrypted or at a URL.
         SourceError: the library finds other tensors in a file, or other dtypes or shapes.
     """
-    from safetensors import safe_open
-
     files = [file for file in checkpoint.files if file.index.format == NAME]
     code = "not-for-the-library"
     if not files or checkpoint.coding is not None:
@@ -78,34 +83,37 @@ def by_library(checkpoint: Checkpoint) -> Checkpoint:
     unread: dict[str, None] = {}
     for file in files:
         entries = {name: entry for name, entry in file.index.entries.items() if entry.text is None}
-        unreadable = dict(file.index.unreadable)
-        try:
-            with safe_open(file.path, framework="numpy") as opened:
-                theirs = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 -- not a dict
-                described = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in theirs.items()}
-        except Exception as error:  # of the library, whose class is its own
-            raise SourceError(f"{file.path}: the safetensors library: {error}", code="library-disagrees") from None
-        for name in entries.keys() ^ (described.keys() - unreadable.keys()):
+        described = _described(file.path)
+        for name in entries.keys() ^ (described.keys() - dict(file.index.unreadable).keys()):
             message = "only this program finds it" if name in entries else "only the library finds it"
             faults.add(f"{file.path}: tensor {name!r}", message, code="library-disagrees")
-        tensors[file.path] = stored = []
+        stored = []
         for name, entry in entries.items():
             if name not in described or not prod(entry.shape):
                 continue
-            dtype = "I8" if entry.dtype is INT4 else entry.dtype.safetensors
-            values = entry.dtype.as_values(entry.shape)
-            if described[name] != (dtype, values):
-                fault = f"is {described[name]} there; this program read {(dtype, values)}"
+            expected = ("I8" if entry.dtype is INT4 else entry.dtype.safetensors, entry.dtype.as_values(entry.shape))
+            if described[name] != expected:
+                fault = f"is {described[name]} there; this program read {expected}"
                 faults.add(f"{file.path}: tensor {name!r}", fault, code="library-disagrees")
             if entry.dtype.bits or entry.dtype.name.startswith("float8"):
                 unread[name] = None
-                continue
-            ((begin, nbytes),) = entry.runs
-            rows = entry.shape[0] if entry.shape else 1
-            stored.append(_Stored(begin, begin + nbytes, name, nbytes // rows))
-        stored.sort(key=lambda tensor: tensor.begin)
+            else:
+                stored.append(_Stored.of(name, entry))
+        tensors[file.path] = sorted(stored, key=lambda tensor: tensor.begin)
     faults.raise_if_any(SourceError)
     return replace(checkpoint, coding=SafetensorsLibrary(tensors, tuple(unread)))
+
+
+def _described(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the dtype and shape of each tensor of a file, as the library says them."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            theirs = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 -- not a dict
+            return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in theirs.items()}
+    except Exception as error:  # of the library, whose class is its own
+        raise SourceError(f"{path}: the safetensors library: {error}", code="library-disagrees") from None
 
 
 def read_by_library(checkpoint: Checkpoint) -> int:

@@ -28,7 +28,7 @@ from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, Usa
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
 from reshard.formats.open import open as open_checkpoint
 from reshard.formats.open import read_headers
-from reshard.formats.ranks.same_files import SameFiles
+from reshard.formats.ranks.writer import SameFiles
 from reshard.formats.sets.sidecars import sidecar_names
 from reshard.kits.files import by_name, encodings
 from reshard.strategy.names import ALL_STAGES, ranks_text

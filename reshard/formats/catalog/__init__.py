@@ -1,7 +1,7 @@
 """List the checkpoints below a directory, and tell which are complete, from names and headers alone.
 
 1. All directories below it are listed (`walk`).
-2. Names show the checkpoints and their formats: checkpoints that describe their own blocks (`formats.openers`), rank
+2. Names show the checkpoints and their formats: checkpoints that describe their own blocks (`Format.listed`), rank
    directories, sets and single files (`ranked`), and targets that reshard has not finished.
 3. Headers show whether a checkpoint is complete: it is opened, without its contents. Otherwise it is unknown.
 
@@ -14,19 +14,24 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from reshard.core.format import formats
 from reshard.core.listing import STEP_NAME, Listing
-from reshard.core.model.findings import Candidate, Findings
+from reshard.core.model.findings import Candidate, Findings, by_opening, of_error
 from reshard.core.records.logs import DIRECTORY, unfinished
 from reshard.core.runs import checkpoint_of, final_name, is_iteration, iteration_of, run_at
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError
-from reshard.formats.catalog.files import single_files
 from reshard.formats.catalog.walk import listed
-from reshard.formats.ranks.completeness import forget_strategies
+from reshard.formats.open import open as open_checkpoint
+from reshard.formats.parts import refuse_directory
+from reshard.formats.ranks.completeness import forget_strategies, strategies_at
+from reshard.formats.ranks.directories import is_checkpoint_name
+from reshard.formats.ranks.names import EXTENSIONS
+from reshard.kits.files import is_save
+from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES, faulty_trainer_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,10 +39,12 @@ if TYPE_CHECKING:
     from reshard.core.model.findings import Directory, State
     from reshard.core.storage.places import AnyName, Place
 
+
 _TEMPORARY = re.compile(
     r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|temporary|incomplete|unfinished)", re.IGNORECASE | re.DOTALL
 )
 _STEP = re.compile(rf"{STEP_NAME}(?:[-_.].*)?", re.IGNORECASE | re.DOTALL)
+_COPY = re.compile(r".*[-_.](?:bak|backup|copy|old|orig)[0-9]*", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +134,12 @@ def iterations_at(path: AnyName) -> list[StoredCheckpoint]:
 
 
 def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Sort checkpoints by their directory, then by step."""
+    """Sort checkpoints by their directory, then by step; `step-100.bak` is before `step-100`."""
 
-    def key(each: Candidate) -> tuple[str, list[int], float, str]:
-        return str(each.path.parent), [*map(int, re.findall(r"\d+", each.step))], each.modified, str(each.path)
+    def key(each: Candidate) -> tuple[str, list[int], bool, float, str]:
+        numbers = [*map(int, re.findall(r"\d+", each.step))]
+        is_copy = _COPY.fullmatch(each.path.name) is not None
+        return str(each.path.parent), numbers, not is_copy, each.modified, str(each.path)
 
     return sorted(candidates, key=key)
 
@@ -274,3 +283,44 @@ def _unfinished(directory: Directory) -> tuple[Candidate, Iterable[str]] | None:
     files += directory.files.values() if path is None else ()
     examine = partial(Findings, "incomplete", progress.text, hint=progress.hint)
     return Candidate(path or directory.place, "unfinished target", "", files, examine), below
+
+
+_SAVE = "torch.save"
+
+
+def single_files(directory: Directory) -> Iterator[Candidate]:
+    """Yield the checkpoints in the files of one directory, each by itself; or that they are useful together only."""
+    root = directory.place
+    files = sorted(name for name in directory.files if is_checkpoint_name(root / name))
+    if any(name.endswith(".ckpt") for name in files):  # strategies of MindSpore are, too
+        strategies = strategies_at(str(root))
+        files = [name for name in files if str(root / name) not in strategies]
+    if not files:
+        saved = [name for name in directory.files if (root / name).suffix in SAVE_EXTENSIONS]
+        files = sorted(name for name in saved if not TRAINER_FILES.fullmatch(name))
+    try:
+        refuse_directory(root, files, "alone", *(["others"] if len(files) == 1 else []))
+    except SourceError as error:
+        yield Candidate(root, "set", "", [*directory.files.values()], partial(of_error, error, root))
+        return
+    trainer_files = cache(partial(faulty_trainer_file, directory))
+    for name in files:
+        suffix = (root / name).suffix
+        kind = _SAVE if suffix not in EXTENSIONS or _is_save(root / name) else suffix.removeprefix(".")
+        path = root if len(files) == 1 and kind != _SAVE else root / name
+        states = [*directory.files.values()] if path == root else [directory.files[name]]
+        opens = partial(open_checkpoint, root / name, contents=False)
+        yield Candidate(path, kind, "", states, partial(_with, trainer_files, partial(by_opening, opens, root)))
+
+
+def _is_save(path: Place) -> bool:
+    """Return whether `torch.save` wrote a file; opening says why another one cannot be read."""
+    try:
+        return is_save(str(path))
+    except (SourceError, OSError):
+        return False
+
+
+def _with(trainer_files: Callable[[], Findings | None], examine: Callable[[], Findings]) -> Findings:
+    findings = examine()
+    return (trainer_files() or findings) if findings.state == "complete" else findings

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.core.listing import RANK_DIRECTORY
 from reshard.core.model.findings import Directory, FileStat
 from reshard.core.storage.base import similar
 from reshard.core.storage.places import LocalPath, RemotePath
@@ -76,20 +77,31 @@ def _walked(root: LocalPath) -> Directory:
     Links are followed last, so that a directory keeps its own path.
     """
     top = Directory(root)
-    visited = {_identity(above) for above in root.resolve().parents}  # a link to one of them leads out
+    visited: dict[tuple[int, int], Directory | None]
+    visited = {_identity(above): None for above in root.resolve().parents}  # a link to one of them leads out
     waiting, links = [(top, 0)], list[tuple[Directory, int]]()
     while waiting or links:
         directory, depth = waiting.pop() if waiting else links.pop(0)
         try:
-            if (identity := _identity(directory.place)) in visited:
+            identity = _identity(directory.place)
+            if identity in visited:
+                _link_of_rank(directory, visited[identity])
                 continue
-            visited.add(identity)
+            visited[identity] = directory
             with os.scandir(str(directory.place)) as entries:
                 for entry in entries:
                     _enter(directory, depth, entry, links if entry.is_symlink() else waiting)
         except OSError as error:
             directory.problem = error.strerror or str(error)
     return top
+
+
+def _link_of_rank(link: Directory, original: Directory | None) -> None:
+    """Give the files of a directory to a link that says that they are of a rank."""
+    if original is not None and RANK_DIRECTORY.fullmatch(link.place.name):
+        link.files = dict(original.files)
+        if not RANK_DIRECTORY.fullmatch(original.place.name):
+            original.files.clear()  # they are no model
 
 
 def _enter(directory: Directory, depth: int, entry: os.DirEntry[str], waiting: list[tuple[Directory, int]]) -> None:

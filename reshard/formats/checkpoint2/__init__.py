@@ -57,7 +57,7 @@ class Checkpoint2(Format):
 
     def layouts(self, place: Place) -> Arrangement:
         """See `Format`."""
-        from reshard.formats.checkpoint2.arrangements import layouts_at
+        from reshard.formats.checkpoint2.metadata import layouts_at
 
         return layouts_at(place)
 

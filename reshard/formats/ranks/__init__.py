@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.core.format import Format, Found
+from reshard.core.listing import RANK_DIRECTORY
 from reshard.formats.ranks.names import EXTENSIONS
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ class Ranks(Format):
 
     def listed(self, tree: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
         """See `Format`. Each step, or other name that ranks share, is a checkpoint."""
-        from reshard.formats.ranks.completeness import is_ranked, rank_directories, ranked
+        from reshard.formats.ranks.completeness import ranked
 
-        if is_ranked(tree):
-            yield from ((candidate, rank_directories(tree)) for candidate in ranked(tree))
+        names = [name for name in tree.below if RANK_DIRECTORY.fullmatch(name)]
+        yield from ((candidate, names) for candidate in ranked(tree))
 
 
 class Encoding(Format):

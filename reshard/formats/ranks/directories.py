@@ -12,27 +12,23 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from reshard.core.listing import Listing
+from reshard.core.listing import RANK_DIRECTORY, RANK_PATTERN, Listing
 from reshard.core.storage.base import PARTIAL, reading, similar
 from reshard.errors import Option, SourceError, Text, names
 from reshard.formats.parts import all_parts, refuse_directory, refuse_one_of_several
+from reshard.formats.ranks.names import EXTENSIONS
 from reshard.kits.files import is_save
 from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from reshard.core.storage.places import Place
 
-RANK_PATTERN = "rank_{rank}/*"
-"""The default path pattern of a rank's files, below the opened directory."""
-
-EXTENSIONS = {".ckpt", ".safetensors"}
-_STEP = re.compile(r"^(?P<name>.*)-(?P<epoch>\d+)_(?P<step>\d+)$", re.DOTALL)
-_PART = re.compile(r"_part\d+$")
-_NUMBER = re.compile(r"(\d+)")
-RANK_DIRECTORY = re.compile(r"rank_(\d+)")
+_STEP = re.compile(r"(?P<name>.*)-(?P<epoch>[0-9]+)_(?P<step>[0-9]+)", re.DOTALL)
+_PART = re.compile(r"_part[0-9]+$")
+_NUMBER = re.compile(r"([0-9]+)")
 _DEEPEST_BELOW, _MOST_BELOW = 4, 1000  # levels, and entries of a level, in which checkpoints are looked for
 
 
@@ -53,8 +49,9 @@ class Step(NamedTuple):
     @classmethod
     def of(cls, paths: Iterable[Place], older: tuple[str, ...] = ()) -> Self | None:
         """Return the step in the names of files; None if they do not agree on one."""
-        steps = {match and f"{match['epoch']}_{match['step']}" for match in map(_step, paths)}
-        return cls(name, older) if len(steps) == 1 and (name := steps.pop()) else None
+        names = {match and f"{match['epoch']}_{match['step']}" for match in map(_step, paths)}
+        name = names.pop() if len(names) == 1 else None
+        return cls(name, older) if name else None
 
     def text(self, side: str = "source") -> Text:
         """Describe the step, and how to choose another for the `source` or the `target` of a call."""
@@ -64,7 +61,8 @@ class Step(NamedTuple):
         return Text(newest, Option("suffix").of(side), " selects another)")
 
 
-_Family = tuple[str, tuple[int, int] | None, str]  # the name common to all ranks, epoch and step, extension
+_StepNumbers = tuple[int, int]  # the epoch, and the step in it
+_Family = tuple[str, _StepNumbers | None, str]  # the name common to all ranks, the step, the extension
 
 
 def rank_files(
@@ -121,7 +119,9 @@ def _flat_files(root: Place) -> dict[int, list[Place]]:
 
 def _nothing_found(root: Place, rank_pattern: str, below: Sequence[str]) -> SourceError:
     """Return the error for a directory without a checkpoint; `below` are the paths of those below it."""
-    if unfinished := leftovers(root):
+    finished = [path for path in below if not leftovers(root / path)]
+    unfinished = leftovers(root)
+    if unfinished and not finished:
         return SourceError(
             f"{root} is unfinished, and has no file that is done", code="unfinished", facts=unfinished,
             hint="the command that wrote it resumes it",
@@ -129,11 +129,13 @@ def _nothing_found(root: Place, rank_pattern: str, below: Sequence[str]) -> Sour
     is_usual = rank_pattern == RANK_PATTERN
     if is_usual and not root.can.has_latency and not any(root.iterdir()):
         return SourceError(f"{root} is empty", code="empty-directory", facts=["expected a checkpoint"])
-    if below:
+    if finished:
         return SourceError(
-            f"{root} has no checkpoint itself", code="no-checkpoint", facts=[f"checkpoints below: {names(below)}"],
-            hint=f"open {quote(str(root / below[-1]))}; `reshard runs {quote(str(root))}` tells which are complete",
-        )  # fmt: skip
+            f"{root} has no checkpoint itself",
+            code="no-checkpoint",
+            facts=[f"checkpoints below: {names(finished)}", *unfinished],
+            hint=f"open {quote(str(root / finished[-1]))}; `reshard runs {quote(str(root))}` tells which are complete",
+        )
     usual = [f"rank_0/*{extension}" for extension in sorted(EXTENSIONS)]
     examples = usual if is_usual else [rank_pattern.replace("{rank}", "0")]
     return SourceError(
@@ -187,6 +189,9 @@ def rank_of(path: Place) -> RankPlace | None:
     """
     directory = path.absolute() if path.is_dir() else path.absolute().parent
     match = RANK_DIRECTORY.fullmatch(directory.name)
+    if match is None:  # `best` may be a link to a rank
+        directory = directory.real()
+        match = RANK_DIRECTORY.fullmatch(directory.name)
     if match is None:
         return None
     ranks: set[int] = set()
@@ -286,7 +291,7 @@ def every_file(root: Place, rank_pattern: str) -> dict[int, list[Place]]:
 
 def _matcher(rank_pattern: str) -> re.Pattern[str]:
     """Return a regular expression for a rank pattern; all `{rank}` match the same number."""
-    regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>\d+)", 1).replace(r"\*", "[^/]*")
+    regex = re.escape(rank_pattern).replace(re.escape("{rank}"), r"(?P<rank>[0-9]+)", 1).replace(r"\*", "[^/]*")
     return re.compile(regex.replace(re.escape("{rank}"), "(?P=rank)"))
 
 
@@ -318,32 +323,30 @@ def is_checkpoint_name(path: Place, *, any_extension: bool = False) -> bool:
 def _same_checkpoint(
     root: Place, by_rank: dict[int, list[Place]], warnings: list[str]
 ) -> tuple[dict[int, list[Place]], tuple[str, ...]]:
-    """Return each rank's files of the newest common checkpoint, and the older common steps.
-
-    The steps are sorted, newest first.
-    """
+    """Return each rank's files of the newest common checkpoint, and the older common steps, newest first."""
     families = _families(by_rank)
-    complete = [family for family, members in families.items() if len(members) == len(by_rank)]
-    # One set of files may have several names (`x_1` of rank 1 is also `x_{rank}`).
-    by_files: dict[tuple[Place, ...], set[_Family]] = {}
-    for family in complete:
-        files = tuple(path for rank in by_rank for path in families[family][rank])
-        by_files.setdefault(files, set()).add(family)
-    if not by_files:
+    runs: dict[tuple[str, str], dict[_StepNumbers | None, dict[int, list[Place]]]] = {}
+    for (name, step, extension), files in families.items():
+        if len(files) == len(by_rank):
+            runs.setdefault((name, extension), {})[step] = files
+    if not runs:
         raise _nothing_in_common(root, by_rank)
-    shared_names = set.intersection(*({(name, ext) for name, _, ext in group} for group in by_files.values()))
-    steps = {next(iter(group))[1]: files for files, group in by_files.items()}
-    if len(by_files) > 1 and (not shared_names or len(steps) < len(by_files) or None in steps):
-        raise _several(root, list(by_files))
-    newest = max(steps, key=lambda step: step or (0, 0))
-    later = {step for _, step, _ in families if step and newest and step > newest}
+    steps = max(runs.values(), key=len)
+    # One set of files may have several names (`x_1` of rank 1 is also `x_{rank}`).
+    common = {
+        tuple(path for paths in files.values() for path in paths) for run in runs.values() for files in run.values()
+    }
+    if len(common) > len(steps) or (len(steps) > 1 and None in steps):
+        raise _several(root, common)
+    newest, *older = sorted(steps, key=lambda step: step or (0, 0), reverse=True)
+    later = [step for _, step, _ in families if step and newest and step > newest]
     if later and newest:
-        warnings.append(
-            f"step {max(later)[0]}_{max(later)[1]} is not in every rank; {newest[0]}_{newest[1]} is the newest that is"
-        )
-    family = next(iter(by_files[steps[newest]]))
-    older = sorted((step for step in steps if step and step != newest), reverse=True)
-    return families[family], tuple(f"{epoch}_{number}" for epoch, number in older)
+        warnings.append(f"step {_text(max(later))} is not in every rank; {_text(newest)} is the newest that is")
+    return steps[newest], tuple(map(_text, filter(None, older)))
+
+
+def _text(step: _StepNumbers) -> str:
+    return f"{step[0]}_{step[1]}"
 
 
 def _nothing_in_common(root: Place, by_rank: Mapping[int, Sequence[Place]]) -> SourceError:
@@ -364,7 +367,7 @@ def _nothing_in_common(root: Place, by_rank: Mapping[int, Sequence[Place]]) -> S
     )
 
 
-def _several(root: Place, by_files: Sequence[Sequence[Place]]) -> SourceError:
+def _several(root: Place, by_files: Collection[Sequence[Place]]) -> SourceError:
     """Return the error for ranks that have several checkpoints in common, of which none is the newest."""
     file_names = sorted({path.name for files in by_files for path in files})
     extensions = sorted({files[0].suffix for files in by_files})
@@ -378,12 +381,13 @@ def _several(root: Place, by_files: Sequence[Sequence[Place]]) -> SourceError:
 def steps_of(by_rank: Mapping[int, Sequence[Place]]) -> Iterator[tuple[_Family, dict[int, list[Place]]]]:
     """Yield each checkpoint in rank directories: its family, and its files by rank.
 
-    A file of several families belongs to the one with the most ranks.
+    A file of several families belongs to the one with the most ranks; the name that all ranks have comes first.
     """
     assigned: set[Place] = set()
-    for family, files in sorted(_families(by_rank).items(), key=lambda item: -len(item[1])):
-        if assigned.isdisjoint(path for paths in files.values() for path in paths):
-            assigned.update(path for paths in files.values() for path in paths)
+    for family, files in sorted(_families(by_rank).items(), key=lambda item: (-len(item[1]), item[0][0])):
+        paths = {path for paths in files.values() for path in paths}
+        if assigned.isdisjoint(paths):
+            assigned |= paths
             yield family, files
 
 
@@ -403,7 +407,7 @@ def _stem(path: Place) -> str:
 
 
 def _step(path: Place) -> re.Match[str] | None:
-    return _STEP.match(_stem(path))
+    return _STEP.fullmatch(_stem(path))
 
 
 def families_of(path: Place, rank: int) -> set[_Family]:

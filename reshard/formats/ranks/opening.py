@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial as applied
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.core.listing import RANK_PATTERN
+from reshard.core.listing import RANK_DIRECTORY, RANK_PATTERN
 from reshard.core.model.assemble import assemble
 from reshard.core.model.checkpoint import Checkpoint, SourceFile, unreadable_in
 from reshard.core.model.facts import Opening
@@ -20,7 +20,6 @@ from reshard.errors import Option, SourceError, Text, UsageError, joined
 from reshard.formats.made import with_strategy
 from reshard.formats.parts import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.directories import Step, leftovers, rank_files
-from reshard.formats.ranks.names import RANK_DIRECTORY
 from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks, refuse_parts_of_ranks
 from reshard.formats.ranks.reader import (
     IndexedFiles,
@@ -70,26 +69,21 @@ def open_ranks(
         listing = path.names() if names is None else names
         refuse_unused(path, listing, options)
     files, ranks, warnings, step, cipher = read_files(path, options, listing)
-    root = str(as_place(next(iter(path.values()), ".")).parent if isinstance(path, Mapping) else path)
+    root = str(as_place(next(iter(path.values()))).parent if isinstance(path, Mapping) else path)
     is_described = bool(options.strategy or options.layouts or set_indexes(listing))
-    ledger = None if isinstance(path, Mapping) else _ledger(path, listing, warnings if is_described else None)
+    ledger = _ledger(path, listing, warnings if is_described else None)
     numbered = "" if is_described or options.rank_pattern != RANK_PATTERN else _one_rank(files, cipher, warnings)
-    known = _known_layout(options, ledger, files, ranks)
-    warnings += [changed_text(root, known.change)] if known.change else []
+    known = _known_layout(root, options, ledger, files, ranks, warnings)
     lone_reason = ""
-    if not (options.layouts or known.by_ledger) and len(set(ranks)) == 1:
-        lone_reason = lone_rank(path, known.strategy, files, ranks[0], warnings)
-        lone_reason = lone_reason or left_of_several(root, ledger, known.change)
+    if not (options.layouts or known.by_ledger):
+        lone_reason = lone_rank(path, known.strategy, files, ranks, warnings)
+        lone_reason = lone_reason or left_of_several(root, ranks, ledger, known.change)
     whole, ruled, confirmed = with_rules(known.strategy, options.layouts, files, ranks)
     strategy, part = one_stage(root, whole, known.stage, files, ranks, warnings)
     if strategy is None and len(set(ranks)) > 1:
         again = replace(options, layouts={}, stage=None, cipher=cipher)
         raise _unknown(path, root, ranks, known.change, again)
-    elsewhere: frozenset[str] = frozenset()
-    if whole is not None and strategy is not None and part is not None:
-        files, ranks, elsewhere = _of_stage(root, whole, strategy, part, files, ranks)
-    if not any(file.index.entries for file in files):
-        raise SourceError(f"{root} has no tensor", code="no-tensors")
+    files, ranks, elsewhere = _of_stage(root, whole, strategy, part, files, ranks)
     is_other = known.recorded is not None and (bool(options.layouts) or not known.by_ledger)
     with _explained(path, knows=is_other and not options.layouts):
         tensors = assemble(root, files, ranks, strategy, partial=known.partial)
@@ -109,7 +103,7 @@ def _unknown(
     path: Place | Mapping[int, AnyName], root: str, ranks: Sequence[int], change: str, options: OpenOptions
 ) -> SourceError:
     """Return the error for several ranks with an unknown layout; it names the strategies beside them that fit."""
-    from reshard.formats.ranks.beside import unknown_layout  # on this error only
+    from reshard.formats.ranks.completeness import unknown_layout  # on this error only
 
     return unknown_layout(root, ranks, change, lambda fits: open_ranks(path, replace(options, strategy=fits)))
 
@@ -135,9 +129,14 @@ class _KnownLayout(NamedTuple):
 
 
 def _known_layout(
-    options: OpenOptions, ledger: Made | None, files: Sequence[SourceFile], ranks: Sequence[int]
+    root: str,
+    options: OpenOptions,
+    ledger: Made | None,
+    files: Sequence[SourceFile],
+    ranks: Sequence[int],
+    warnings: list[str],
 ) -> _KnownLayout:
-    """Return what is known of the layout of files, by the options or by their ledger."""
+    """Return what is known of the layout of files, by the options or by their ledger; warn if files have changed."""
     strategy = options.strategy
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)
@@ -149,29 +148,39 @@ def _known_layout(
         expected = (recorded if stage is None else recorded.of_stage(stage)).ranks
         return _KnownLayout(recorded, stage, options.partial or len({*ranks}) < len(expected), recorded, by_ledger=True)
     change = change if unnamed and strategy is None else ""
+    warnings += [changed_text(root, change)] if change else []
     return _KnownLayout(strategy, options.stage, options.partial, recorded, change=change)
 
 
 def _of_stage(
-    root: str, whole: Strategy, strategy: Strategy, part: int, files: Sequence[SourceFile], ranks: Sequence[int]
+    root: str,
+    whole: Strategy | None,
+    strategy: Strategy | None,
+    part: int | None,
+    files: tuple[SourceFile, ...],
+    ranks: tuple[int, ...],
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...], frozenset[str]]:
     """Return the files and ranks of a stage, and the names of tensors that only other stages have.
 
     Raises:
-        SourceError: there is no file of the stage.
+        SourceError: there is no file of the stage, or no tensor.
     """
-    inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
-    if not inside:
-        raise SourceError(
-            f"{root} has no file of stage {part}",
-            code="missing-ranks",
-            facts=[f"the stage has {ranks_text(strategy.ranks)}; the files are of {ranks_text(ranks)}"],
-            hint=COPY_AGAIN,
-        )
-    every = {*whole.tensors}.union(*(file.index.entries for file in files))
-    own = tuple(files[number] for number in inside)
-    elsewhere = every.difference(strategy.tensors, *(file.index.entries for file in own))
-    return own, tuple(ranks[number] for number in inside), frozenset(elsewhere)
+    elsewhere: set[str] = set()
+    if whole is not None and strategy is not None and part is not None:
+        inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
+        if not inside:
+            raise SourceError(
+                f"{root} has no file of stage {part}",
+                code="missing-ranks",
+                facts=[f"the stage has {ranks_text(strategy.ranks)}; the files are of {ranks_text(ranks)}"],
+                hint=COPY_AGAIN,
+            )
+        elsewhere = {*whole.tensors}.union(*(file.index.entries for file in files))
+        files, ranks = tuple(files[number] for number in inside), tuple(ranks[number] for number in inside)
+        elsewhere = elsewhere.difference(strategy.tensors, *(file.index.entries for file in files))
+    if not any(file.index.entries for file in files):
+        raise SourceError(f"{root} has no tensor", code="no-tensors")
+    return files, ranks, frozenset(elsewhere)
 
 
 def refuse_unused(path: Place, listing: Sequence[str], options: OpenOptions) -> None:
@@ -249,16 +258,18 @@ def _explained(path: Place | Mapping[int, AnyName], *, knows: bool) -> Iterator[
         raise
 
 
-def _ledger(root: Place, listing: Sequence[str], warnings: list[str] | None) -> Made | None:
+def _ledger(path: Place | Mapping[int, AnyName], listing: Sequence[str], warnings: list[str] | None) -> Made | None:
     """Return the provenance of ranks with a strategy, or None.
 
     Args:
-        root: the directory.
+        path: the directory, or files by rank, of which none is looked for.
         listing: the names of its entries.
         warnings: gets a warning if the ledger cannot be read; None if the layout depends on it.
     """
+    if isinstance(path, Mapping):
+        return None
     try:
-        return with_strategy(root, listing, described=False)
+        return with_strategy(path, listing, described=False)
     except SourceError as error:
         if error.code != UNREADABLE_LEDGER or warnings is None:
             raise

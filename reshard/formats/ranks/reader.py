@@ -56,7 +56,7 @@ def lone_rank(
     path: AnyName | Mapping[int, AnyName],
     strategy: Strategy | None,
     files: Sequence[SourceFile],
-    rank: int,
+    ranks: Sequence[int],
     warnings: list[str],
 ) -> str:
     """Return why a single-rank source looks like one shard of several, or "".
@@ -64,13 +64,16 @@ def lone_rank(
     Args:
         path: the path that was opened.
         strategy: says which block the rank holds; None for whole tensors.
-        files: the files of the rank.
-        rank: the rank that they are read as.
+        files: the files.
+        ranks: the rank that each of them is read as.
         warnings: gets the reason, or a warning about a rank number in the path.
 
     Raises:
         SourceError: the path implies another rank than the strategy would read them as.
     """
+    if len({*ranks}) != 1:
+        return ""
+    rank = ranks[0]
     rank_dir = None if isinstance(path, Mapping) else rank_of(as_place(path))
     own_rank, siblings = (rank_dir.rank, rank_dir.others) if rank_dir else (rank, [])
     if strategy is not None:
@@ -81,40 +84,28 @@ def lone_rank(
                 hint=Text("open the directory above, with ", Option("partial"), " if other ranks are missing"),
             )
         return ""
-    shared = next((file.path for file in files if file.index.deduplicated), None)
-    alone = len(files) == 1 and is_later_part(files[0].path)
-    reason: str
+    way = Text("open the directory of all ranks with ", Option("strategy"))
     if rank_dir and _is_in_ledger(rank_dir.above, files):
-        reason = (
-            f"{path}: is of rank {own_rank}, as the ledger of the directory above says; expected whole tensors, found "
-            "what this rank holds; open the directory above, which needs no strategy"
-        )
+        reason = f"{path}: is of rank {own_rank}, as the ledger of the directory above says"
+        way = Text("open the directory above, which needs no strategy")
     elif siblings:
         lies = f"{ranks_text(siblings)} {'lies' if len(siblings) == 1 else 'lie'}"
-        reason = Text(
-            f"{path}: is of rank {own_rank} according to its path, and {lies} next to it; expected whole tensors, "
-            "found its blocks, or replicas if none is cut; open the directory above with ",
-            Option("strategy"),
-        )
-    elif alone:
-        reason = (
-            f"{files[0].path}: is one of several parts of a checkpoint by its name, and the others are not there; "
-            "expected whole tensors, as no strategy is given; open the directory of all parts"
-        )
-    elif shared:
-        reason = (
-            f"{shared}: is de-duplicated, as its header says (remove_redundancy), and other ranks have what it lacks; "
-            "expected whole tensors, as no strategy is given; open the directory of all ranks with its strategy"
-        )
+        reason = f"{path}: is of rank {own_rank} according to its path, and {lies} next to it"
+    elif len(files) == 1 and is_later_part(files[0].path):
+        reason = f"{files[0].path}: is one of several parts of a checkpoint by its name, and the others are not there"
+    elif shared := next((file.path for file in files if file.index.deduplicated), None):
+        reason = f"{shared}: is de-duplicated, as its header says (remove_redundancy)"
     else:
         if own_rank:
             warnings.append(
                 f"{path}: is of rank {own_rank} according to its path; its tensors are taken for whole ones"
             )
         return ""
-    advised = Text(reason, ", or give ", Option("layout", "*", "whole"), " if it lacks nothing")
-    warnings.append(advised)
-    return advised
+    whole = Option("layout", "*", "whole")
+    expected = "; expected whole tensors, found what this rank holds; "
+    doubt = Text(reason, expected, way, ", or give ", whole, " if it lacks nothing")
+    warnings.append(doubt)
+    return doubt
 
 
 def check_files(path: Mapping[int, AnyName], rank_pattern: str, suffix: str | None) -> None:
@@ -132,13 +123,11 @@ def check_files(path: Mapping[int, AnyName], rank_pattern: str, suffix: str | No
 
 def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
     """Return whether the parent directory's ledger lists these files and has a strategy."""
-    ledger = None
     with suppress(SourceError):  # a ledger that cannot be read does not say that other ranks are missing
         ledger = made_of(above)
-    if ledger is None or not ledger.strategy:
-        return False
-    sizes = {f"{ledger.root}/{file}": record.ready[0] for file, record in ledger.records.items() if record.ready}
-    return all(sizes.get(file.path) == file.nbytes for file in files)
+        if ledger is not None and ledger.strategy:
+            return {file.path for file in files} <= {f"{ledger.root}/{file}" for file in ledger.records}
+    return False
 
 
 def changed_text(root: AnyName, change: str) -> str:
@@ -149,15 +138,16 @@ def changed_text(root: AnyName, change: str) -> str:
     )
 
 
-def left_of_several(root: str, ledger: Made | None, change: str) -> str:
+def left_of_several(root: str, ranks: Collection[int], ledger: Made | None, change: str) -> str:
     """Return why the only rank present is not the whole checkpoint, or "".
 
     Args:
         root: the directory of the ranks.
+        ranks: the rank of each file.
         ledger: the provenance in its ledger.
         change: why the layout in the ledger is not used; empty if it is used or not needed.
     """
-    if not change or ledger is None or ledger.strategy is None or len(ledger.strategy.ranks) == 1:
+    if not change or len({*ranks}) != 1 or ledger is None or len(ledger.strategy.ranks if ledger.strategy else ()) < 2:
         return ""
     options = Text("give ", Option("strategy"), ", or ", Option("layout", "*", "whole"), " if no tensor is cut")
     return Text(changed_text(root, change), "; ", options)
@@ -262,17 +252,22 @@ def with_rules(
         for name in matching(pattern, shapes):
             if not shapes[name] and name != pattern and rule != COPY:
                 continue  # a glob that cuts tensors does not apply to scalars
-            try:
-                layout = None if rule == COPY else Layout.parse(rule, len(shapes[name]), devices)
-                result = result.with_layout(name, layout)
-            except (LayoutError, StrategyError) as error:
-                about = error.about(Option("layout", pattern, rule), f": tensor {name!r}")
-                raise StrategyError(about.message, code=error.code, facts=error.facts, hint=error.hint) from None
+            result, layout = _with_rule(result, pattern, rule, name, len(shapes[name]))
             ruled[name] = rule
             before = strategy.tensors.get(name, ()) if strategy else ()
             if layout and name == pattern and any(placed.layout.splits == layout.splits for placed in before):
                 confirmed.add(name)
     return Ruled(result, ruled, confirmed)
+
+
+def _with_rule(strategy: Strategy, pattern: str, rule: str, name: str, ndim: int) -> tuple[Strategy, Layout | None]:
+    """Return a strategy with the layout of a rule for a tensor, and this layout; None for `copy`."""
+    try:
+        layout = None if rule == COPY else Layout.parse(rule, ndim, strategy.devices)
+        return strategy.with_layout(name, layout), layout
+    except (LayoutError, StrategyError) as error:
+        about = error.about(Option("layout", pattern, rule), f": tensor {name!r}")
+        raise StrategyError(about.message, code=error.code, facts=error.facts, hint=error.hint) from None
 
 
 def refuse_other_strategy(
