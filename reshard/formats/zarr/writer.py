@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.records.provenance import ComputationRecord, FileRecord, SourceRecord
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import UsageError
+from reshard.formats.dcp.carried import old_names, read_carried
+from reshard.formats.dcp.written_metadata import followed
+from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
-from reshard.formats.zarr.carried_over import Carried
+from reshard.formats.zarr.carried import CarriedBytes
 from reshard.formats.zarr.layout import METADATA, NAME, array_json, escaped, group_metadata
 
 if TYPE_CHECKING:
@@ -57,7 +60,7 @@ class ZarrStore(Target):
 
     def __init__(self, inputs: TargetInputs) -> None:
         self._source, self._items, self._group = inputs.source, inputs.items, inputs.request.files
-        self._carried = Carried(inputs) if self.carries else None
+        self._carried = _Carried(inputs) if self.carries else None
         self.carried = {*self._carried.names, *self._carried.files} if self._carried else ()
         self.arrays = self._chosen()
         self._directories = {name: escaped(name) for name in self.arrays}
@@ -165,6 +168,44 @@ class ZarrStore(Target):
         if self._directories[item.name] != item.name:
             attributes["name"] = item.name
         return attributes
+
+
+class _Carried:
+    """What is carried of a source: files beside the weights of a set; objects, files and paths of a DCP.
+
+    Attributes:
+        stored: the bytes.
+        names: the names of objects and of files of a distributed checkpoint, in the source.
+        files: the names of files beside the weights of a set, with those that a warning names.
+    """
+
+    def __init__(self, inputs: TargetInputs) -> None:
+        """Read them.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
+        source, extras, objects = inputs.source, inputs.source.extras, inputs.objects
+        self._source, self._tensors = source, {item.name: item.tensor.spec.name for item in inputs.items}
+        self._sidecars = Sidecars(source, inputs.request.files, inputs.items)
+        beside = read_carried(extras.beside, inputs.faults)
+        contents = read_carried({name: extras.objects[name] for name in objects}, inputs.faults)
+        self.names = {*beside, *contents}
+        self.files = self._sidecars.names
+        paths = extras.paths
+        if paths is not None:
+            old_of = {**self._tensors, **{objects[name]: name for name in contents}}
+            new = {name: followed(paths.get(old, (old,)), old, name) for name, old in old_of.items()}
+            paths = {name: path for name, path in new.items() if path != (name,)}
+        renamed = {objects[name]: content for name, content in contents.items()}
+        self.stored = CarriedBytes(
+            {"files": self._sidecars.contents, "objects": renamed, "beside": beside}, paths, shard_size(source)
+        )
+
+    def warnings(self) -> Iterator[str]:
+        """Yield warnings about files that are left out, and carried data with old tensor names."""
+        yield from self._sidecars.warnings()
+        yield from old_names(self._source, self._tensors, self.names)
 
 
 def _layouts(array: Array, name: str) -> Iterator[FileLayout]:
