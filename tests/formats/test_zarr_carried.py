@@ -73,13 +73,6 @@ def test_a_set_comes_back_as_it_was(source: Path, tmp_path: Path, words: list[st
     done("verify", tmp_path / "back", "--against", source)
 
 
-def test_without_a_store_a_set_keeps_its_files_too(source: Path, tmp_path: Path) -> None:
-    done("convert", source, tmp_path / "same", "--to=hf")
-    assert shards(tmp_path / "same") == shards(source)
-    done("convert", source, tmp_path / "one", "--to=hf", "--max-shard-size=1GB")
-    assert len(shards(tmp_path / "one")) == 1
-
-
 def test_a_cast_is_in_the_configuration_that_is_carried(source: Path, tmp_path: Path) -> None:
     (source / "config.json").write_text('{"torch_dtype": "float32"}')
     done("convert", source, tmp_path / "store.zarr", "--cast", "float32=bfloat16")

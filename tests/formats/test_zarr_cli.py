@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-from itertools import count
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from checkpoints import blocks, tree, write_file
-from commands import call
+from checkpoints import tree, write_file
 from refusals import refused
 from zarr_stores import FULL, SOURCE, TARGET, invoke, source
 
 import reshard
-from reshard import ZarrGroup
-from reshard.core.run.state.session import Session
 from reshard.errors import UsageError
 
 __all__ = ["source"]  # fixtures, for pytest to find
-
-
-class Killed(BaseException):
-    """Ends a run as a kill does, with no time to clean up."""
 
 
 @pytest.fixture
@@ -122,47 +111,3 @@ def test_via_zarr_refuses_the_store_of_another_source(
     assert done.exit_code == 6
     assert "is finished, and was made from another source" in done.output
     assert not (tmp_path / "two").exists()
-
-
-def test_via_zarr_goes_on_where_the_first_step_was_killed(
-    source: reshard.Checkpoint, tmp_path: Path, strategies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = tmp_path / "m.zarr"
-    real, named = os.replace, count()
-
-    def killing(*arguments: Any) -> None:
-        if next(named) == 5:
-            raise Killed
-        real(*arguments)
-
-    plan = reshard.plan(source, files=ZarrGroup(times=True))
-    with monkeypatch.context() as patched:
-        patched.setattr(Session, "failed", lambda session, *_: session.flush())
-        patched.setattr(os, "replace", killing)
-        with pytest.raises(Killed):
-            plan.run(store)
-    left = {path.name.endswith(".partial") for path in store.rglob("c.*")}
-    assert left == {True, False}, "some files have their names, others not"
-    common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--via-zarr", store]
-    done = invoke("transform", source.root, tmp_path / "one", *common, "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["source"] == str(store)
-    reshard.plan(source, TARGET).run(tmp_path / "direct")
-    assert tree(tmp_path / "one") == tree(tmp_path / "direct")
-    assert not list(store.rglob("*.partial"))
-
-
-def test_via_zarr_the_format_stays_and_notices_are_reported(tmp_path: Path, strategies: tuple[Path, Path]) -> None:
-    for rank in SOURCE.ranks:
-        path = tmp_path / "src" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
-        write_file(path, {**blocks(FULL, SOURCE, rank), "rng": np.array([rank], np.float32)}, "ckpt")
-    common = ["--source-strategy", strategies[0], "--target-strategy", strategies[1], "--layout", "rng=copy"]
-    done = call("transform", tmp_path / "src", tmp_path / "out", *common, "--via-zarr", tmp_path / "m.zarr", "--json")
-    assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout)["format"] == "ckpt"
-    assert "rng differs between the ranks" in done.stderr
-    shutil.move(tmp_path / "src", tmp_path / "gone")
-    again = call("transform", tmp_path / "src", tmp_path / "two", *common, "--via-zarr", tmp_path / "m.zarr")
-    assert again.exit_code == 0, again.stderr
-    assert tree(tmp_path / "out") == tree(tmp_path / "two")
-    assert {path.rpartition(".")[2] for path in tree(tmp_path / "out")} == {"ckpt"}

@@ -30,8 +30,11 @@ def plan(tmp_path: Path) -> Plan:
     return reshard.plan(source, files=ZarrGroup(chunk_size=512, shard_size=0))
 
 
-@pytest.mark.parametrize("option", [None, "--overwrite", "--restart", "--dry-run"])
-@pytest.mark.parametrize("names", [["notes.txt"], ["deep/er/notes.txt"], [LOG], [MADE], ["lock", "made-.json"]])
+@pytest.mark.parametrize(
+    ("names", "option"),
+    [(["notes.txt"], None), (["deep/er/notes.txt"], "--overwrite"), ([LOG], "--restart"), ([MADE], "--overwrite"),
+     (["lock", "made-.json"], "--dry-run")],
+)  # fmt: skip
 def test_what_no_ledger_wrote_stays(tmp_path: Path, names: list[str], option: str | None) -> None:
     source = write_file(tmp_path / "net.safetensors", FULL)
     for name in names:
@@ -84,13 +87,14 @@ def test_a_ledger_of_an_earlier_run_is_replaced(plan: Plan, tmp_path: Path) -> N
     assert len(before & after) == 1  # what both are made of
 
 
-@pytest.mark.parametrize("names", [["notes.txt"], ["deep/er/notes.txt"], ["00000001-abcdef12.000000.jsonl"], [MADE]])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_at_a_url_at_any_depth(plan: Plan, root: str, names: list[str], overwrite: bool) -> None:
-    for name in names:
-        with fsspec.open(f"{root}/m.zarr.reshard/{name}", "wb") as file:
-            file.write(b"somebody else's\n")
+@pytest.mark.parametrize(
+    ("name", "overwrite"),
+    [("notes.txt", False), ("deep/er/notes.txt", True), ("00000001-abcdef12.000000.jsonl", True), (MADE, False)],
+)
+def test_at_a_url_at_any_depth(plan: Plan, root: str, name: str, overwrite: bool) -> None:
+    with fsspec.open(f"{root}/m.zarr.reshard/{name}", "wb") as file:
+        file.write(b"somebody else's\n")
     before = get(root)
-    with refused(TargetError, "other-files", "m.zarr.reshard", names[0]):
+    with refused(TargetError, "other-files", "m.zarr.reshard", name):
         plan.run(f"{root}/m.zarr", overwrite=overwrite)
     assert get(root) == before

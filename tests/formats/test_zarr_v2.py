@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -14,6 +14,7 @@ import pytest
 import zarr
 from refusals import refused
 from remotes import at_urls, put
+from samples import sampled
 from zarr_stores import assert_same
 
 import reshard
@@ -37,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "directories": {"compressors": None, "chunk_key_encoding": {"name": "v2", "separator": "/"}},
     "default": {},
 }
+DTYPES = ("<f4", ">f4", "<f2", ">i8", "|i1", "|b1", "<c8", ">c8")
 
 
 def group_v2(path: Path) -> zarr.Group:
@@ -47,8 +49,7 @@ def values(dtype: str, shape: tuple[int, ...] = (10, 7)) -> np.ndarray[Any, Any]
     return np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 100, shape).astype(dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f2", ">i8", "|i1", "|b1", "<c8", ">c8"])
+@pytest.mark.parametrize(("kind", "dtype"), sampled(product(KINDS, DTYPES), 5))
 def test_stores_of_format_2(tmp_path: Path, kind: str, dtype: str) -> None:
     value = values(dtype)
     group = group_v2(tmp_path / "z")
@@ -196,13 +197,6 @@ def test_arrays_without_the_metadata_of_groups_between(tmp_path: Path) -> None:
     group_v2(tmp_path / "z").create_group("a").create_array("w", shape=(4,), dtype="f4")[...] = 1
     (tmp_path / "z/a/.zgroup").unlink()
     assert_same(reshard.open(tmp_path / "z")["a/w"].compute(), np.ones(4, np.float32))
-
-
-def test_runs_list_a_store(tmp_path: Path) -> None:
-    group_v2(tmp_path / "z").create_array("w", shape=(4,), dtype="f4")[...] = 1
-    shutil.copytree(tmp_path / "z", tmp_path / "runs/z")
-    (run,) = reshard.runs(tmp_path / "runs")
-    assert (run.format, run.state) == ("zarr", "unknown")
 
 
 @pytest.mark.parametrize("compressor", [None, {"id": "zlib", "level": 1}, {"id": "blosc", "cname": "lz4"}])

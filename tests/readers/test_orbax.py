@@ -24,7 +24,6 @@ from orbax_files import (
     write_tree,
 )
 from refusals import failed, one_line, refused
-from samples import sampled
 
 import reshard
 from reshard.errors import SourceError
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CASES = sorted({path.split("/")[1] for path in helpers.packed_files("orbax")})
-TARGETS = ("hf", "dcp", "checkpoint2", "safetensors", "ckpt", "zarr")
 W = np.arange(48, dtype=np.float32).reshape(6, 8)
 
 
@@ -68,20 +66,6 @@ def test_real_ones_are_the_arrays_that_were_saved(mindspore_data: Path, name: st
     assert not source.unreadable
     assert bool(source.warnings) == (name in {"absent_zarr2", "absent_zarr3", "run", "unmerged"})
     assert reshard.verify(checkpoint_of(case)).equal
-
-
-@pytest.mark.parametrize(
-    ("name", "to"), sampled([(name, to) for number, name in enumerate(CASES) for to in TARGETS], 11)
-)
-def test_converted(mindspore_data: Path, tmp_path: Path, name: str, to: str) -> None:
-    case = mindspore_data / "orbax" / name
-    full = last(case)
-    dropped = ["--exclude", "deep.f8"] if to == "ckpt" and "deep.f8" in full else []
-    step = ["--target-step", "3"] if to == "checkpoint2" and name not in {"run", "maxtext"} else []
-    done("convert", checkpoint_of(case), tmp_path / "out", "--to", to, *dropped, *step)
-    assert_equal(reshard.open(tmp_path / "out"), full, but=tuple(dropped[1:]))
-    done("verify", tmp_path / "out")
-    done("verify", tmp_path / "out", "--against", checkpoint_of(case))
 
 
 def test_steps_of_a_run(mindspore_data: Path) -> None:
@@ -210,14 +194,6 @@ def test_a_step_without_arrays(tmp_path: Path) -> None:
         reshard.open(tmp_path)
 
 
-def test_a_directory_of_numbers_is_not_a_run(tmp_path: Path) -> None:
-    (tmp_path / "7").mkdir()
-    (tmp_path / "7" / "notes.txt").write_text("")
-    assert iterations_at(tmp_path) == []
-    with pytest.raises(SourceError):
-        reshard.open(tmp_path)
-
-
 @pytest.mark.parametrize("per_node", [2, 5, 1000])
 @pytest.mark.parametrize("zarr3", [False, True])
 @pytest.mark.parametrize("level", [None, 3])
@@ -318,40 +294,31 @@ def test_an_array_that_is_not_in_the_tree(tmp_path: Path) -> None:
     assert any("b" in text for text in source.warnings)
 
 
+CHANGED: list[dict[str, Any]] = [
+    {"compressor": {"id": "blosc"}}, {"filters": [{"id": "delta"}]}, {"order": "F"}, {"dtype": ">f4"},
+    {"dtype": "int4"}, {"dtype": [["a", "<f4"]]}, {"chunks": [0, 8]}, {"chunks": [-3, 8]}, {"chunks": [3]},
+    {"shape": [1 << 40, 1 << 40]}, {"shape": [1 << 30, 8]}, {"dimension_separator": "x"}, {"other": 1},
+    {"zarr_format": 4}, {"fill_value": {}}, {"chunks": [True, 8]}, {"shape": [6, 8.0]},
+]  # fmt: skip
+CODECS: list[list[dict[str, Any]]] = [
+    [{"name": "bytes", "configuration": {"endian": "big"}}], [{"name": "bytes"}, {"name": "gzip"}], [],
+    [{"name": "transpose", "configuration": {"order": [1, 0]}}],
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"compressor": {"id": "blosc"}}, {"filters": [{"id": "delta"}]}, {"order": "F"}, {"dtype": ">f4"},
-        {"dtype": "int4"}, {"dtype": [["a", "<f4"]]}, {"chunks": [0, 8]}, {"chunks": [-3, 8]}, {"chunks": [3]},
-        {"shape": [1 << 40, 1 << 40]}, {"shape": [1 << 30, 8]}, {"dimension_separator": "x"}, {"other": 1},
-        {"zarr_format": 4}, {"fill_value": {}}, {"chunks": [True, 8]}, {"shape": [6, 8.0]},
-    ],
+    ("zarr3", "changed"),
+    [*((False, changed) for changed in CHANGED), *((True, {"codecs": codecs}) for codecs in CODECS)],
     ids=str,
-)  # fmt: skip
-def test_metadata_of_another_kind_make_an_array_unreadable(tmp_path: Path, changed: dict[str, Any]) -> None:
+)
+def test_metadata_of_another_kind_make_an_array_unreadable(
+    tmp_path: Path, zarr3: bool, changed: dict[str, Any]
+) -> None:
     store = Database(tmp_path)
-    add_array(store, "w", W, (3, 8), **changed)
-    add_array(store, "v", W, (3, 8))
+    add_array(store, "w", W, (3, 8), zarr3=zarr3, **changed)
+    add_array(store, "v", W, (3, 8), zarr3=zarr3)
     store.finish()
     write_tree(tmp_path, [("w",), ("v",)])
-    source = reshard.open(tmp_path)
-    assert set(source.unreadable) == {"w"}
-    assert_equal(source, {"v": W})
-
-
-@pytest.mark.parametrize(
-    "codecs",
-    [
-        [{"name": "bytes", "configuration": {"endian": "big"}}], [{"name": "bytes"}, {"name": "gzip"}], [],
-        [{"name": "transpose", "configuration": {"order": [1, 0]}}],
-    ],
-    ids=str,
-)  # fmt: skip
-def test_codecs_that_orbax_does_not_write_are_named(tmp_path: Path, codecs: list[Any]) -> None:
-    store = Files(tmp_path)
-    add_array(store, "w", W, (3, 8), zarr3=True, codecs=codecs)
-    add_array(store, "v", W, (3, 8), zarr3=True)
-    write_tree(tmp_path, [("w",), ("v",)], use_ocdbt=False)
     source = reshard.open(tmp_path)
     assert set(source.unreadable) == {"w"}
     assert_equal(source, {"v": W})
@@ -368,14 +335,13 @@ def test_strange_names(tmp_path: Path) -> None:
 
 
 def test_at_urls(mindspore_data: Path, bucket: str) -> None:
-    for name in ("maxtext", "mesh4x2_files_zarr2", "two_processes_zarr3", "chunks_zarr3"):
-        case = mindspore_data / "orbax" / name
-        for url in (f"{bucket}/orbax/{name}", f"memory://orbax/{name}"):
-            files, path = url_to_fs(url)
-            files.put(f"{checkpoint_of(case)}/", f"{path}/", recursive=True)
-            assert_equal(reshard.open(url), last(case))
-            reshard.plan(reshard.open(url), format="hf").run(f"{url}-out")
-            assert_equal(reshard.open(f"{url}-out"), last(case))
+    for root, name in ((bucket, "mesh4x2_files_zarr2"), (bucket, "two_processes_zarr3"), ("memory:/", "chunks_zarr3")):
+        case, url = mindspore_data / "orbax" / name, f"{root}/orbax/{name}"
+        files, path = url_to_fs(url)
+        files.put(f"{checkpoint_of(case)}/", f"{path}/", recursive=True)
+        assert_equal(reshard.open(url), last(case))
+        reshard.plan(reshard.open(url), format="hf").run(f"{url}-out")
+        assert_equal(reshard.open(f"{url}-out"), last(case))
 
 
 def test_an_iteration_that_is_not_one(mindspore_data: Path) -> None:

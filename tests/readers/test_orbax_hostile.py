@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import assert_equal
-from google_crc32c import value as crc32c
 from numcodecs import zstd
 from orbax_files import (
     MANIFEST_MAGIC,
@@ -359,9 +358,6 @@ def test_any_flipped_byte_is_noticed_or_gives_what_it_says(
 
 def test_a_checksum_of_a_node_is_compared(tmp_path: Path) -> None:
     body = node(leaf(ARRAY | {b"w/0.0": W.tobytes()}))
-    for at in range(len(body)):
-        spoilt = body[:at] + bytes([body[at] ^ 4]) + body[at + 1 :]
-        assert crc32c(spoilt[:-4]) != int.from_bytes(spoilt[-4:], "little")
     write_nodes(tmp_path, body[:40] + b"!" + body[41:])
     with refused(SourceError, "corrupt", "d/n"):
         reshard.open(tmp_path)
