@@ -42,11 +42,11 @@ def public(thing: object) -> set[str]:
 def test_checkpoints_and_plans_show_few_names(source: reshard.Checkpoint) -> None:
     assert public(source) - public({}) | {"get", "items", "keys", "values"} == {
         "array", "assign", "astype", "close", "dequantize", "derive", "format", "groups", "hist", "merge_lora",
-        "nbytes", "picture", "rank", "ranks", "root", "scale", "sel", "stats", "strategy", "tensors", "to_dataframe",
-        "to_zarr", "unreadable", "warnings", "get", "items", "keys", "values",
+        "nbytes", "picture", "rank", "ranks", "read_object", "root", "scale", "sel", "stats", "strategy", "tensors", "to_dataframe",
+        "to_strategy", "to_zarr", "unreadable", "warnings", "get", "items", "keys", "values",
     }  # fmt: skip
     assert public(reshard.plan(source)) == {
-        "dropped", "explain_memory", "format", "graph", "left_out", "missing", "picture", "rank", "ranks", "run",
+        "dropped", "format", "graph", "left_out", "missing", "picture", "rank", "ranks", "run",
         "save", "stats", "to_dataframe", "warnings",
     }  # fmt: skip
     assert isinstance(source[next(iter(source))], Array)
@@ -54,19 +54,53 @@ def test_checkpoints_and_plans_show_few_names(source: reshard.Checkpoint) -> Non
         source["net.layer1.weigth"]
 
 
-def test_every_error_is_exported() -> None:
-    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
-    assert kinds <= set(reshard.__all__)
-    assert all(getattr(reshard, name) is getattr(errors, name) for name in kinds)
+def test_few_names_are_public_and_every_error_is_one_of_seven() -> None:
+    assert len(reshard.__all__) <= 32
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    exported = {name for name in reshard.__all__ if name.endswith("Error")}
+    assert len(exported) == 7
+    assert all(any(parent.__name__ in exported for parent in kind.__mro__) for kind in kinds)
     with pytest.raises(ImportError):
         exec("from reshard import opne")  # noqa: S102
 
 
-@pytest.mark.parametrize("function", [reshard.open, reshard.plan, reshard.verify, reshard.convert, reshard.Plan.run])
-def test_every_option_is_in_the_signature_and_the_docstring(function: Any) -> None:
+@pytest.mark.parametrize(
+    "function", [reshard.open, reshard.plan, reshard.verify, reshard.convert, reshard.write, reshard.Plan.run]
+)
+def test_every_option_is_explained_once(function: Any) -> None:
+    """In the docstring of the function, which names those of a class of options; each of these explains its own."""
     parameters = inspect.signature(function).parameters
-    assert all(one.kind is not one.VAR_KEYWORD for one in parameters.values() if one.name != "of_format")
-    assert all(f"    {name}: " in (inspect.getdoc(function) or "") for name in parameters if name != "self")
+    said = inspect.getdoc(function) or ""
+    assert len(said.splitlines()) <= 96  # two screens
+    assert all(f"    {name}: " in said for name in parameters if name not in {"self", "options"})
+    if "options" in parameters:
+        kind = getattr(options, parameters["options"].annotation.removeprefix("Unpack[").removesuffix("]"))
+        explained = [inspect.getdoc(each) or "" for each in vars(options).values() if inspect.isclass(each)]
+        for name in kind.__annotations__:
+            assert f"`{name}`" in said or name in of_formats(), name
+            assert sum(f"    {name}: " in each for each in explained) >= 1, name
+
+
+def of_formats() -> set[str]:
+    """The options of single formats, which the classes of options have, too, for editors."""
+    found = {*takers(targets())}
+    assert found <= options.TargetOptions.__annotations__.keys()
+    return found
+
+
+@pytest.mark.parametrize("name", reshard._FORMER)
+def test_a_former_name_says_the_new_one(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"{name}'; "):
+        getattr(reshard, name)
+
+
+def test_a_former_keyword_says_the_new_one(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    given: Any = {"format": "hf"}
+    for function in (reshard.plan, partial(reshard.convert, target=tmp_path / "out")):
+        with pytest.raises(TypeError, match="'format'; it is to="):
+            function(source, **given)
+    with pytest.raises(TypeError, match="'seed'; "):
+        reshard.verify(source, seed=3)  # type: ignore[call-arg]
 
 
 def test_a_plan_takes_paths_sizes_words_and_keywords(source: reshard.Checkpoint, home: Path, tmp_path: Path) -> None:
@@ -97,13 +131,13 @@ def test_what_contradicts_itself_is_refused(source: reshard.Checkpoint, home: Pa
     with refused(reshard.UsageError, "not-a-checkpoint", "src"):
         reshard.plan("src")  # type: ignore[arg-type]
     with refused(reshard.UsageError, "option-of-another-format", "max_shard_size"):
-        reshard.plan(source, to="hf", max_shard_size="1GB")
+        reshard.plan(source, to="zarr", max_shard_size="1GB")
 
 
 def test_a_format_in_place_of_a_strategy_is_refused_with_the_keyword_that_takes_it(
     source: reshard.Checkpoint, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with refused(UsageError, "not-a-strategy", "format='dcp'"):
+    with refused(UsageError, "not-a-strategy", "to='dcp'"):
         reshard.plan(source, "dcp")
     assert reshard.plan(source, to="dcp")
     with refused(UsageError, "not-a-strategy", "to='huggingface'"):

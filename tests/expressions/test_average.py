@@ -115,7 +115,7 @@ def test_optimizer_states_are_left_out(mindspore_data: Path, case: str) -> None:
 def test_targets(mindspore_data: Path, tmp_path: Path, case: str, to: str) -> None:
     folder = mindspore_data / "averages" / case
     expected = truth(folder)
-    options: dict[str, Any] = {"step": 7} if to == "checkpoint2" else {}
+    options: dict[str, Any] = {"target_step": 7} if to == "checkpoint2" else {}
     if to in {"safetensors", "ckpt", "dcp-cut"}:
         options["target_strategy"] = halves(expected)
     target = tmp_path / ("out.zarr" if to == "zarr" else "out")

@@ -5,6 +5,7 @@ RESHARD_TORCH_PYTHON=torch/bin/python pytest -m torch  (with transformers and pe
 
 from __future__ import annotations
 
+import warnings
 import json
 import os
 import subprocess
@@ -114,7 +115,7 @@ def changed(case: Path, into: Path, name: str, at: tuple[int, ...], value: Array
 @pytest.mark.parametrize("at", [(0, 0), (31, 15)])
 def test_another_embedding(tmp_path: Path, peft: Path, case: str, name: str, at: tuple[int, ...]) -> None:
     base = changed(peft / case, tmp_path / "base", name, at)
-    command = ("convert", base, tmp_path / "out", "--lora", peft / case / "adapter")
+    command = ("convert", base, tmp_path / "out", "--to", "hf", "--lora", peft / case / "adapter")
     failed(4, "different-model", *command, places=(name, base))
     assert not tree(tmp_path / "out")
 
@@ -199,7 +200,7 @@ def test_tied_weights(tmp_path: Path, peft: Path, name: str, base: str) -> None:
         source.merge_lora(LoRA(str(adapter)))
 
     command = ("convert", case / base, tmp_path / "no", "--to", "hf", "--lora", adapter)
-    failed(2, "tied-weights", *command, places=(HEAD, EMBEDDING, "--lora-tied untie", "--lora-tied both"))
+    failed(2, "tied-weights", *command, places=(HEAD, EMBEDDING, "tied='untie'", "tied='both'"))
     assert not (tmp_path / "no").exists()
 
     both = merged(case)
@@ -207,17 +208,13 @@ def test_tied_weights(tmp_path: Path, peft: Path, name: str, base: str) -> None:
         del both[HEAD]
     for choice, expected in (("both", both), ("untie", untied(case))):
         assert_arrays(source.merge_lora(LoRA(str(adapter), tied=choice)), expected)
-        result = done(
-            "convert", case / base, tmp_path / choice, "--to", "hf", "--lora", adapter, "--lora-tied", choice,
-            "--tune=fsync=no",
-        )  # fmt: skip
-        assert ("tie_word_embeddings" in result.stderr) == (choice == "untie")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            reshard.convert(case / base, tmp_path / choice, to="hf", lora=LoRA(str(adapter), tied=choice))
+        assert any("tie_word_embeddings" in str(each.message) for each in said) == (choice == "untie")
         assert_arrays(reshard.open(tmp_path / choice), expected)
         done("verify", tmp_path / choice)
-    assert (
-        call("verify", tmp_path / "both", "--against", case / base, "--lora", adapter, "--lora-tied", "untie").exit_code
-        == 3
-    )
+    assert not reshard.verify(tmp_path / "both", against=case / base, lora=LoRA(str(adapter), tied="untie"))
 
 
 def test_tied_adapters_ask_nothing(peft: Path) -> None:
@@ -250,13 +247,10 @@ def test_both_are_stored(tmp_path: Path, peft: Path, config: dict[str, object]) 
 
 def test_a_plan_file_has_the_choice(tmp_path: Path, peft: Path) -> None:
     case = peft / "tied_head"
-    target = ("--lora", case / "adapter", "--lora-tied", "untie")
-    done("plan", case / "base", *target, "-o", tmp_path / "plan.json")
+    lora = LoRA(str(case / "adapter"), tied="untie")
+    reshard.plan(reshard.open(case / "base"), lora=lora).save(tmp_path / "plan.json")
     done("run", tmp_path / "plan.json", tmp_path / "out", "--tune=fsync=no")
     assert_arrays(reshard.open(tmp_path / "out"), untied(case))
-    assert call("convert", case / "base", tmp_path / "out", *target[:3], "both").exit_code == 6
-    for options in (("--lora-tied", "both"), (*target[:3], "neither")):
-        assert call("convert", case / "base", tmp_path / "no", *options).exit_code == 2
     with refused(UsageError, "bad-value", "'x'"):
         LoRA("adapter", tied="x")
 

@@ -79,7 +79,8 @@ def pipeline(mindspore_data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def assert_refused(option: str, stage: int, *words: str | Path) -> None:
-    result = failed(4, "one-stage", *words, places=(f"stage {stage} ", f"{option} {stage}"))
+    ranks = f"{4 * stage}-{4 * stage + 3}" if option == "--ranks" else stage
+    result = failed(4, "one-stage", *words, places=(f"stage {stage} ", f"{option} {ranks}"))
     assert not result.stdout or json.loads(result.stdout)["error"]["exit_code"] == 4
 
 
@@ -198,9 +199,9 @@ def test_a_target_strategy_of_one_stage_is_refused(
         [pipeline.four, "--source-strategy", pipeline.four_strategy],
         [pipeline.source, "--source-strategy", pipeline.files],
     ):
-        assert_refused("--target-stage", stage, "convert", read[0], tmp_path / "out", *read[1:], *target)
+        assert_refused("--ranks", stage, "convert", read[0], tmp_path / "out", *read[1:], *target)
         if more not in (["--json"], ["--dry-run"]):
-            assert_refused("--target-stage", stage, "plan", *read, *target)
+            assert_refused("--ranks", stage, "plan", *read, *target)
     assert not list(tmp_path.iterdir())
 
 
@@ -211,7 +212,7 @@ def test_a_stage_of_the_target_that_is_asked_for(
 ) -> None:
     """The files are those that the whole target has of these ranks: nobody else writes a part of them."""
     strategy = pipeline.files if all_stages else pipeline.files / name
-    target = ["--target-strategy", strategy, "--target-stage", str(stage)]
+    target = ["--target-strategy", strategy, "--ranks", f"{4 * stage}-{4 * stage + 3}"]
     ranks = range(4 * stage, 4 * stage + 4)
     command = ["convert", pipeline.four, tmp_path / "out", "--source-strategy", pipeline.four_strategy, *target]
     result = done(*command, "-v")
@@ -237,7 +238,8 @@ def test_stages_of_a_target_are_written_beside_each_other(pipeline: Pipeline, tm
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         for stage, (strategy, is_known) in enumerate(zip(strategies, known, strict=True)):
             target = ["--target-strategy", strategy, "--target-stage", str(stage)]
-            told = json.loads(done("convert", pipeline.four, tmp_path / "out", *read, *target, "--json").stdout)
+            ranks = [*target[:2], "--ranks", f"{4 * stage}-{4 * stage + 3}"]
+            told = json.loads(done("convert", pipeline.four, tmp_path / "out", *read, *ranks, "--json").stdout)
             assert (told["verify"] is not None) == is_known
             if is_known:
                 assert done(*shlex.split(told["verify"])[1:]).exit_code == 0
@@ -252,9 +254,10 @@ def test_a_stage_of_the_target_in_python(pipeline: Pipeline) -> None:
     source = reshard.open(pipeline.four, strategy=pipeline.four_strategy)
     for stage, name in (FIRST, LAST):
         for one in (reshard.read_strategy(pipeline.files / name), pipeline.all.of_stage(stage)):
-            with refused(StrategyError, "one-stage", f"stage {stage}", f"stage={stage}"):
+            with refused(StrategyError, "one-stage", f"stage {stage}", f"target_stage={stage}"):
                 reshard.plan(source, one)
-            assert reshard.plan(source, one, target_stage=stage).ranks == tuple(range(4 * stage, 4 * stage + 4))
+            for chosen in ({"target_stage": stage}, {"ranks": range(4 * stage, 4 * stage + 4)}):
+                assert reshard.plan(source, one, **chosen).ranks == tuple(range(4 * stage, 4 * stage + 4))
         assert reshard.plan(source, pipeline.all, target_stage=stage, ranks=[4 * stage]).ranks == (4 * stage,)
         with refused(UsageError, "no-such-rank", f"rank {4 - 4 * stage} ", f"stage {stage}"):
             reshard.plan(source, pipeline.all, target_stage=stage, ranks=[4 - 4 * stage])
@@ -262,9 +265,6 @@ def test_a_stage_of_the_target_in_python(pipeline: Pipeline) -> None:
         reshard.plan(source, pipeline.all, target_stage=2)
     with refused(UsageError, "missing-strategy", "stage 0"):
         reshard.plan(source, target_stage=0)
-    assert call("convert", "--to=mindspore", pipeline.whole, "out", "--target-stage", "0").exit_code == 2
-    words = ["plan", pipeline.whole, "--to", "mindspore", "--target-stage", "0"]
-    failed(2, "option-of-another-format", *words, places=("--target-stage",))
 
 
 # --- whether a file is of one stage ---

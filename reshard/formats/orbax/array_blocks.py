@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block
 from reshard.core.model.checkpoint import Shard, Tensor, TensorSpec
@@ -17,12 +18,10 @@ from reshard.core.model.entries import Extent
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
 from reshard.formats.orbax.item_values import LONGEST_WHOLE, STRIDE, EncodedValues
-from reshard.formats.zarr.array import ArrayMetadata, clipped
+from reshard.formats.zarr.array import ArrayMetadata, clipped, parse_v2
 from reshard.formats.zarr.chunks import slab_bytes
-from reshard.formats.zarr.files import own_notes, parse_metadata
+from reshard.formats.zarr.files import ARRAY_V2, own_notes, parse_metadata
 from reshard.formats.zarr.layout import ABSENT, METADATA, counts, grid, part, parts
-from reshard.formats.zarr.v2 import NAME as METADATA_V2
-from reshard.formats.zarr.v2 import parse_v2
 from reshard.kits.chunks.streaming import piece_bytes, stream_bytes
 
 if TYPE_CHECKING:
@@ -40,65 +39,35 @@ _MOST_ABSENT = 1 << 17
 _MOST_HELD = 32 << 20  # bytes of decoded chunks in a thread's cache
 
 
-class _VirtualFile(NamedTuple):
-    """The chunks of a virtual file; see `EncodedValues`."""
-
-    spans: list[tuple[int, int]]
-    sizes: list[int]
-    contents: dict[int, bytes]
-    plain: set[int]
-
-
 class ChunkDecoding:
     """Gathers the virtual files of a checkpoint.
 
     Attributes:
-        held_bytes, opening_bytes: as in `Decoding`.
+        units, held_bytes, opening_bytes: as in `Decoding`.
         chunks, absent: how many chunks all arrays have, and how many of these are absent.
     """
 
     def __init__(self) -> None:
-        self._files: dict[str, _VirtualFile] = {}
-        self._pieces: dict[str, int] = {}
+        self.units: defaultdict[str, EncodedValues] = defaultdict(EncodedValues)
         self.held_bytes = self.opening_bytes = self.chunks = self.absent = 0
-
-    def add(self, path: str, span: tuple[int, int], nbytes: int, *, content: bytes | None, plain: bool) -> int:
-        """Add a chunk to a file; return its offset in the virtual file."""
-        file = self._files.setdefault(path, _VirtualFile([(0, 0)], [0], {}, set()))
-        number = len(file.spans)
-        file.spans.append(span)
-        file.sizes.append(nbytes)
-        if content is not None:
-            file.contents[number] = content
-        if plain:
-            file.plain.add(number)
-        return number * STRIDE
 
     def note(self, array: ArrayMetadata, path: str) -> None:
         """Note the memory that decoding chunks of an array in a file takes."""
         slab = slab_bytes(array.shape, array.chunk, array.dtype.itemsize)
         if array.chunk_bytes > LONGEST_WHOLE:
             side_by_side = slab // array.chunk_bytes
-            piece = self._pieces[path] = min(piece_bytes(path, side_by_side), self._pieces.get(path, array.chunk_bytes))
+            unit = self.units[path]
+            piece = unit.piece_bytes = min(piece_bytes(path, side_by_side), unit.piece_bytes or array.chunk_bytes)
             self.held_bytes = max(self.held_bytes, side_by_side * stream_bytes(piece))
             self.opening_bytes = max(self.opening_bytes, stream_bytes(piece) + piece)  # as it is read, and copied
         else:
             self.held_bytes = max(self.held_bytes, min(slab, _MOST_HELD), array.chunk_bytes)
             self.opening_bytes = max(self.opening_bytes, 2 * array.chunk_bytes)
 
-    def units(self) -> dict[str, EncodedValues]:
-        """Return the virtual files, by path."""
-        return {
-            path: EncodedValues(
-                tuple(file.spans), tuple(file.sizes), file.contents, frozenset(file.plain), self._pieces.get(path, 0)
-            )
-            for path, file in self._files.items()
-        }
-
 
 def read_metadata(item: ItemValues, names: Iterable[str]) -> dict[str, ArrayMetadata | str]:
     """Return the metadata of arrays, by name, or the reason why one cannot be read; none for what is not stored."""
-    keys = {f"{name}/{file}": (name, file) for name in names for file in (METADATA, METADATA_V2)}
+    keys = {f"{name}/{file}": (name, file) for name in names for file in (METADATA, ARRAY_V2)}
     result: dict[str, ArrayMetadata | str] = {}
     for key, content in item.read(keys, _LARGEST_METADATA):
         name, file = keys[key]
@@ -113,7 +82,7 @@ def read_metadata(item: ItemValues, names: Iterable[str]) -> dict[str, ArrayMeta
 def _parsed(item: ItemValues, name: str, file: str, content: bytes) -> ArrayMetadata | str:
     directory = item.files.base / name
     array: ArrayMetadata | None
-    if file == METADATA_V2:
+    if file == ARRAY_V2:
         array = parse_v2(directory, content)
     else:
         metadata = parse_metadata(directory / file, content)
@@ -226,7 +195,7 @@ class ArrayBlocks:
             return self._extent(array, value.path, value.offset + begin, block)
         content = None if value.content is None else value.content[begin : begin + nbytes]
         path, place = (value.path, (value.offset + begin, nbytes)) if content is None else (self._kept, (0, 0))
-        offset = self._decoding.add(path, place, array.chunk_bytes, content=content, plain=plain)
+        offset = self._decoding.units[path].add(place, array.chunk_bytes, content=content, plain=plain)
         if not plain:
             self._decoding.note(array, path)
         return self._extent(array, path, offset, block)
@@ -235,7 +204,7 @@ class ArrayBlocks:
         """Return the extent of an absent chunk, of the fill value."""
         if not any(array.fill):
             return Extent(self._number_of(self._kept), ())
-        offset = self._decoding.add(self._kept, (0, 0), array.chunk_bytes, content=array.fill, plain=True)
+        offset = self._decoding.units[self._kept].add((0, 0), array.chunk_bytes, content=array.fill, plain=True)
         return self._extent(array, self._kept, offset, block)
 
     def _extent(self, array: ArrayMetadata, path: str, offset: int, block: Block) -> Extent:

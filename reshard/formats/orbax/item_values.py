@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard.core.storage.places import any_store, in_batches
@@ -15,7 +15,7 @@ from reshard.kits.chunks.decoding import zstd_content
 from reshard.kits.chunks.streaming import ChunkStream, RepeatedValue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
     from reshard.core.storage.base import ReadStore, Want
     from reshard.core.storage.places import Place
@@ -94,9 +94,9 @@ LONGEST_WHOLE = 4 << 20
 """The most bytes of a chunk that is decoded whole; longer ones are decoded piece by piece."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class EncodedValues:
-    """A file of encoded chunks, or of chunks that are in memory; see `formats.decoding.Chunks`.
+    """A file of encoded chunks, or of chunks that are in memory; see `kits.chunks.decoding.Chunks`.
 
     Attributes:
         spans: the offset and length of each chunk in the file, of 0 bytes for those in memory. The first one stands for
@@ -107,11 +107,22 @@ class EncodedValues:
         piece_bytes: how many bytes of long chunks are read at once.
     """
 
-    spans: tuple[tuple[int, int], ...]
-    sizes: tuple[int, ...]
-    contents: Mapping[int, bytes]
-    plain: frozenset[int]
-    piece_bytes: int
+    spans: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    sizes: list[int] = field(default_factory=lambda: [0])
+    contents: dict[int, bytes] = field(default_factory=dict)
+    plain: set[int] = field(default_factory=set)
+    piece_bytes: int = 0
+
+    def add(self, span: tuple[int, int], nbytes: int, *, content: bytes | None, plain: bool) -> int:
+        """Add a chunk; return its offset in the virtual file."""
+        number = len(self.spans)
+        self.spans.append(span)
+        self.sizes.append(nbytes)
+        if content is not None:
+            self.contents[number] = content
+        if plain:
+            self.plain.add(number)
+        return number * STRIDE
 
     @property
     def chunk_bytes(self) -> int:

@@ -20,11 +20,12 @@ from reshard.core.storage.base import COPY_AGAIN, truncated
 from reshard.core.storage.crc import crc32c
 from reshard.core.storage.places import any_store, as_place
 from reshard.errors import SourceError
-from reshard.formats.orbax.fields import NodeFields
 from reshard.formats.orbax.steps import MANIFEST
 from reshard.kits.chunks.decoding import zstd_content
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from reshard.core.storage.places import Place
     from reshard.formats.zarr.files import StoreFiles
 
@@ -34,6 +35,10 @@ _LARGEST_MANIFEST = 4 << 20
 _LARGEST_TREE = 512 << 20  # bytes of all nodes, decoded; Orbax limits one to 100 MB
 _MOST_KEYS = 1 << 22  # of all nodes
 _MOST_EXPANDED = 1 << 15  # bytes that zstd may decode one to: a block of 128 KiB has at least 4
+_MOST_BITS = 64
+_LONGEST_STRING = 1 << 16
+_MOST_ITEMS = 1 << 22
+_MOST_STRING_BYTES = 256 << 20  # of a list whose strings share prefixes, which takes few bytes in a file
 
 
 class StoredValue(NamedTuple):
@@ -58,6 +63,66 @@ class _Location(NamedTuple):
     rest: bytes
     offset: int
     nbytes: int
+
+
+class _NodeFields:
+    """Reads the fields of a decoded node in order.
+
+    Every method raises `ValueError` if the node is damaged.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.position = content, 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        end = self.position + count
+        if end > len(self.content):
+            raise ValueError(f"it ends at byte {len(self.content)}; expected {count} bytes from {self.position} on")
+        part = self.content[self.position : end]
+        self.position = end
+        return part
+
+    def varint(self) -> int:
+        """Return a number in 7 bits a byte, the lowest first."""
+        value = 0
+        for shift in range(0, _MOST_BITS, 7):
+            byte = self.take(1)[0]
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise ValueError(f"it has a number of more than {_MOST_BITS} bits")
+
+    def count(self) -> int:
+        """Return a number of items, each of which takes at least a byte."""
+        count = self.varint()
+        if count > _MOST_ITEMS:
+            raise ValueError(f"it has {count} items; at most {_MOST_ITEMS} are supported")
+        if count > len(self.content) - self.position:
+            raise ValueError(f"it has {count} items in {len(self.content) - self.position} bytes")
+        return count
+
+    def varints(self, count: int) -> list[int]:
+        """Return several numbers."""
+        return [self.varint() for _ in range(count)]
+
+    def strings(self, shared: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
+        """Yield strings: of each, how many bytes it shares with the one before, and how many follow."""
+        if sum(shared) + sum(lengths) > _MOST_STRING_BYTES:
+            raise ValueError(f"it has strings of more than {_MOST_STRING_BYTES} bytes")
+        before = b""
+        for prefix, length in zip(shared, lengths, strict=True):
+            if prefix > len(before) or prefix + length > _LONGEST_STRING:
+                raise ValueError(f"it has a string of {prefix} + {length} bytes after one of {len(before)}")
+            before = before[:prefix] + self.take(length)
+            yield before
+
+    def files(self) -> list[tuple[bytes, bytes]]:
+        """Return a table of data files: the base path and the rest of the path of each."""
+        count = self.count()
+        shared = [0, *self.varints(count - 1)] if count else []
+        lengths, bases = self.varints(count), self.varints(count)
+        return [(path[:base], path[base:]) for path, base in zip(self.strings(shared, lengths), bases, strict=True)]
 
 
 class Database:
@@ -151,7 +216,7 @@ class Database:
         self._add(node, table, keys, fields)
         return []
 
-    def _add(self, node: _Location, table: list[tuple[bytes, bytes]], keys: list[bytes], fields: NodeFields) -> None:
+    def _add(self, node: _Location, table: list[tuple[bytes, bytes]], keys: list[bytes], fields: _NodeFields) -> None:
         """Add the values of a leaf."""
         sizes, kinds = fields.varints(len(keys)), fields.take(len(keys))
         if set(kinds) - {0, 1}:
@@ -167,7 +232,7 @@ class Database:
             else:
                 self.values[name] = StoredValue(self._manifest, 0, nbytes, fields.take(nbytes))
 
-    def _fields(self, location: _Location, magic: int, most: int) -> NodeFields:
+    def _fields(self, location: _Location, magic: int, most: int) -> _NodeFields:
         """Read a node or the manifest, check it, and decode it."""
         path = self._checked(location)
         if not _HEADER.size + 4 <= location.nbytes <= most:
@@ -185,7 +250,7 @@ class Database:
         body = bytes(memoryview(content)[_HEADER.size : end])
         if compression:
             body = bytes(zstd_content(body, min(most, len(body) * _MOST_EXPANDED), one_frame=True))
-        return NodeFields(body)
+        return _NodeFields(body)
 
     def _path(self, location: _Location) -> str:
         """Return the path of a file below the directory."""

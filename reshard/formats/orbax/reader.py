@@ -25,10 +25,9 @@ from reshard.formats.orbax.item_values import ItemValues
 from reshard.formats.orbax.sharding import SHARDING, arrangement, read_shardings
 from reshard.formats.orbax.steps import MANIFEST, METADATA, ORBAX, items_of, unfinished_reason
 from reshard.formats.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
-from reshard.formats.zarr.files import strings
+from reshard.formats.zarr.files import ARRAY_V2, strings
 from reshard.formats.zarr.layout import METADATA as METADATA_V3
 from reshard.formats.zarr.reader import store_notes
-from reshard.formats.zarr.v2 import NAME as METADATA_V2
 from reshard.kits.chunks.decoding import Decoding
 
 if TYPE_CHECKING:
@@ -102,30 +101,27 @@ class _OrbaxItems:
             item, self._decoding, self._number_of, str(item.files.base / kept),
             stores_fill=tree is not None and tree.stores_fill, shared=self._shared,
         )  # fmt: skip
-        entries: dict[str, Entry] = {}
+        tensors: dict[str, Tensor] = {}
         for name, leaf in leaves.items():
-            full_name, array = prefix + name, metadata.get(name)
+            full_name = prefix + name
             if full_name in self._paths:
                 raise SourceError(f"{self.directory} has {full_name!r} in two items", code="duplicate-name")
             self._paths[full_name] = (*filter(None, [prefix[:-1]]), *leaf.path)
-            if array is None and leaf.kind == STRING:
+            array = metadata.get(name) or _not_stored(leaf)
+            if array is None:
                 self._objects[full_name] = Object(problem=f"is a string, in {STRINGS}")
-            elif array is None:
-                kind = "lost: no metadata of it are" if leaf.is_stored else f"a {leaf.kind}, which is not"
-                self._unreadable[full_name] = f"is {kind} in the files"
             elif isinstance(array, str):
                 self._unreadable[full_name] = array
             else:
                 try:
-                    tensor = self._tensors[full_name] = blocks.tensor(full_name, name, array)
-                    entries[full_name] = Entry(tensor.spec.dtype, tensor.spec.shape, ())
+                    tensors[full_name] = blocks.tensor(full_name, name, array)
                 except SourceError as error:
                     self._unreadable[full_name] = error.message
         for name, text in strings((notes or {}).get("texts", {}), directory).items():
             shards = (Shard(Block.whole((0,)), (Extent(self._number_of(str(item.files.base / kept)), ()),)),)
-            self._tensors[prefix + name] = Tensor.of(TensorSpec(prefix + name, STR, (0,)), shards, text=text)
-            entries[prefix + name] = Entry(STR, (0,), (), text)
-        self._add_files(item, str(item.files.base / kept), entries)
+            tensors[prefix + name] = Tensor.of(TensorSpec(prefix + name, STR, (0,)), shards, text=text)
+        self._tensors |= tensors
+        self._add_files(item, str(item.files.base / kept), tensors)
         self._shardings |= {prefix + name: text for name, text in read_shardings(directory / SHARDING).items()}
         if blocks.absent:
             count = sum(blocks.absent.values())
@@ -138,8 +134,9 @@ class _OrbaxItems:
         """Return the number of a file of the item that is added."""
         return self._numbers.setdefault(path, len(self._numbers))
 
-    def _add_files(self, item: ItemValues, kept: str, entries: dict[str, Entry]) -> None:
-        """Add the files of an item that have chunks, and the one that describes them."""
+    def _add_files(self, item: ItemValues, kept: str, tensors: dict[str, Tensor]) -> None:
+        """Add the files of an item that have chunks, and the one that describes its tensors."""
+        entries = {name: Entry(each.spec.dtype, each.spec.shape, (), each.text) for name, each in tensors.items()}
         self._number_of(kept)
         headers = len({file.index.header_id for file in self._files.values()})
         for path in self._numbers:
@@ -153,7 +150,7 @@ class _OrbaxItems:
         """Return the checkpoint of all items."""
         if not self._tensors:
             raise SourceError(f"{self.directory}: {nothing_readable(self._unreadable)}", code="no-tensors")
-        units = self._decoding.units()
+        units = dict(self._decoding.units)
         decoding = Decoding(units, self._decoding.held_bytes, self._decoding.opening_bytes) if units else None
         layouts = arrangement(self._shardings, {name: tensor.spec.shape for name, tensor in self._tensors.items()})
         return Checkpoint(
@@ -163,9 +160,17 @@ class _OrbaxItems:
         )  # fmt: skip
 
 
+def _not_stored(leaf: TreeLeaf) -> str | None:
+    """Return why a leaf without metadata of an array cannot be read; None if it is a string."""
+    if leaf.kind == STRING:
+        return None
+    kind = "lost: no metadata of it are" if leaf.is_stored else f"a {leaf.kind}, which is not"
+    return f"is {kind} in the files"
+
+
 def _stored_names(item: ItemValues) -> Iterator[str]:
     """Yield the names of the arrays that have metadata."""
     for key in item.values:
         name, _, file = key.rpartition("/")
-        if name and file in {METADATA_V2, METADATA_V3}:
+        if name and file in {ARRAY_V2, METADATA_V3}:
             yield name

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.records.provenance import ComputationRecord, FileRecord, SourceRecord
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.errors import UsageError
+from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
-from reshard.formats.zarr.carried_over import Carried
+from reshard.formats.zarr.carried import CarriedBytes
 from reshard.formats.zarr.layout import METADATA, NAME, array_json, escaped, group_metadata
+from reshard.kits.torch.carried import Carried as CarriedData
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,7 +59,7 @@ class ZarrStore(Target):
 
     def __init__(self, inputs: TargetInputs) -> None:
         self._source, self._items, self._group = inputs.source, inputs.items, inputs.request.files
-        self._carried = Carried(inputs) if self.carries else None
+        self._carried = _Carried(inputs) if self.carries else None
         self.carried = {*self._carried.names, *self._carried.files} if self._carried else ()
         self.arrays = self._chosen()
         self._directories = {name: escaped(name) for name in self.arrays}
@@ -165,6 +167,37 @@ class ZarrStore(Target):
         if self._directories[item.name] != item.name:
             attributes["name"] = item.name
         return attributes
+
+
+class _Carried:
+    """What is carried of a source: files beside the weights of a set; objects, files and paths of a DCP.
+
+    Attributes:
+        stored: the bytes.
+        names: the names of objects and of files of a distributed checkpoint, in the source.
+        files: the names of files beside the weights of a set, with those that a warning names.
+    """
+
+    def __init__(self, inputs: TargetInputs) -> None:
+        """Read them.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
+        source, tensors = inputs.source, {item.name: item.tensor.spec.name for item in inputs.items}
+        self._sidecars = Sidecars(source, inputs.items)
+        self._data = CarriedData(source, tensors, inputs.objects, inputs.faults)
+        self.names, self.files = self._data.names, self._sidecars.names
+        paths = self._data.paths
+        if paths is not None:
+            paths = {name: path for name, path in paths.items() if path != (name,)}
+        contents = {"files": self._sidecars.contents, "objects": self._data.objects, "beside": self._data.beside}
+        self.stored = CarriedBytes(contents, paths, shard_size(source))
+
+    def warnings(self) -> Iterator[str]:
+        """Yield warnings about files that are left out, and carried data with old tensor names."""
+        yield from self._sidecars.warnings()
+        yield from self._data.warnings()
 
 
 def _layouts(array: Array, name: str) -> Iterator[FileLayout]:

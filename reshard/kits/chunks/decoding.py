@@ -131,7 +131,7 @@ class Chunks(Protocol):
         """Offsets below this are of the file itself, not of the virtual file."""
 
     @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
+    def spans(self) -> Sequence[tuple[int, int]]:
         """The offset and length of each encoded chunk."""
 
     def stream(self, number: int, store: ReadStore, path: str) -> Stream | None:
