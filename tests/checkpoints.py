@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import dask
 import helpers
 import numpy as np
-from reshard.api.options import SelectionOptions, taken
 
 import reshard
 from reshard.api.choices import selection_of, target_of
+from reshard.api.options import SelectionOptions, taken
 from reshard.api.plans import Plan
 from reshard.core.model.entries import Content
 from reshard.core.plan.make import plan as make_plan

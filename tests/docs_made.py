@@ -32,11 +32,12 @@ MOST_LETTERS = 70
 
 
 def commands_page() -> str:
-    """Return the page of all commands: what `--help-all` prints, at 100 columns, without the options of a conversion."""
-    parts = [
-        "# Commands\n\nMade by `python tests/docs_made.py` from the program's own help. Options that `convert` has, too, are named "
-        "after\nthe others; [options of a conversion](options.md) explains them.\n"
-    ]
+    """Return the page of all commands: what `--help-all` prints, without the options of a conversion."""
+    head = (
+        "# Commands\n\nMade by `python tests/docs_made.py` from the program's own help. Options that `convert` has, too, are "
+        "named after\nthe others; [options of a conversion](options.md) explains them.\n"
+    )
+    parts = [head]
     shared = {record[0]: record for _, record in _records(_command("convert"), ("convert",))}
     for path, command in below(cli, ()):
         shown = _shown([*path, "--help" if isinstance(command, click.Group) else "--help-all"])
@@ -53,11 +54,12 @@ def options_page() -> str:
     groups: dict[str, list[tuple[str, str]]] = {}
     for param, record in _records(_command("convert"), ("convert",)):
         groups.setdefault(param.under, []).append(record)
-    parts = [
-        "# Options of a conversion\n\nMade by `python tests/docs_made.py`. `reshard convert` has all of them; `plan` and `average` "
-        "have those of\nSource, Target and Tensors, `run` those of Running, and `verify` and `diff` those by which a "
-        "checkpoint is opened.\n"
-    ]
+    head = (
+        "# Options of a conversion\n\nMade by `python tests/docs_made.py`. `reshard convert` has all of them; `plan` and "
+        "`average` have those of\nSource, Target and Tensors, `run` those of Running, and `verify` and `diff` those by which "
+        "a checkpoint is opened.\n"
+    )
+    parts = [head]
     for heading, rows in groups.items():
         parts.append(f"## {heading}\n\n| option | |\n|---|---|\n" + "\n".join(_row(*row) for row in rows) + "\n")
     parts.append("## Of one format\n\nWith `--to FORMAT`:\n\n| option | format | |\n|---|---|---|")

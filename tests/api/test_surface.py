@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes  # noqa: F401 -- registers bfloat16, which is compared
@@ -16,6 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 import reshard
 from reshard import errors
+from reshard.api import options
+from reshard.core.format import targets
+from reshard.core.options import takers
 from reshard.errors import MissingNameError, StrategyError, UsageError
 
 if TYPE_CHECKING:
@@ -42,8 +46,8 @@ def public(thing: object) -> set[str]:
 def test_checkpoints_and_plans_show_few_names(source: reshard.Checkpoint) -> None:
     assert public(source) - public({}) | {"get", "items", "keys", "values"} == {
         "array", "assign", "astype", "close", "dequantize", "derive", "format", "groups", "hist", "merge_lora",
-        "nbytes", "picture", "rank", "ranks", "read_object", "root", "scale", "sel", "stats", "strategy", "tensors", "to_dataframe",
-        "to_strategy", "to_zarr", "unreadable", "warnings", "get", "items", "keys", "values",
+        "nbytes", "picture", "rank", "ranks", "read_object", "root", "scale", "sel", "stats", "strategy", "tensors",
+        "to_dataframe", "to_strategy", "to_zarr", "unreadable", "warnings", "get", "items", "keys", "values",
     }  # fmt: skip
     assert public(reshard.plan(source)) == {
         "dropped", "format", "graph", "left_out", "missing", "picture", "rank", "ranks", "run",

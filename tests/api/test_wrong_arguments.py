@@ -14,7 +14,6 @@ from refusals import refused
 
 import reshard
 from reshard import Checkpoint, Plan, UsageError
-from reshard.formats.sets.options import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ How the figures are made. The data is random 16-bit numbers in the shapes of a t
 ranks; only the norms are replicas). Some virtual machines hand free memory back to the host within seconds, and
 touching it again is ten times slower; so before each timed arm a process of its own allocates, touches and frees four
 times the job's bytes. Arms run in random order, the first round is thrown away, and medians are reported with the
-minimum and the maximum. Warm rows: source in the page cache, `--tune=fsync=no`, against `cp -r`. Synced and cold rows: the
+minimum and the maximum. Warm rows: source in the page cache, without fsync, against `cp -r`. Synced and cold rows: the
 default, against `cp -r` followed by `sync`; one has a source of 0.55 of the machine's memory. The machine's name for
 itself is printed; absolute times mean little. Linux slows writers down when more than 15 % of memory is still to be
 written, as 4 GB in 24 GiB are.

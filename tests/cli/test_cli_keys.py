@@ -364,7 +364,6 @@ def test_what_is_plain_needs_no_cryptography(
         "convert PLAIN out --to hf --dry-run",
         "convert PLAIN out --to zarr",
         "convert PLAIN out --to safetensors",
-        "convert PLAIN out --to safetensors",
         "plan PLAIN --to mindspore",
         "run plan.json out",
     ],

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HELPS = [
     ["--help"], ["convert", "--help"], ["inspect", "-h"], ["strategy", "--help"], ["strategy", "show", "--help"],
-    ["strategy", "merge", "--help"], ["convert", "--to=mindspore", "--help"], ["convert", "-h"], ["demo", "--help"], ["--version"],
+    ["strategy", "merge", "--help"], ["average", "--help"], ["convert", "-h"], ["demo", "--help"], ["--version"],
 ]  # fmt: skip
 
 

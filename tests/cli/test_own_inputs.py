@@ -213,7 +213,8 @@ def test_target_files_are_not_inputs(folder: Path, more: list[str]) -> None:
         Path(place).unlink()
     Path("dst/param_name_map.json").write_bytes(Path("names.json").read_bytes())
     failed(
-        6, "target-is-source", "convert", "--to=mindspore", "src", "dst", *READ, "--name-map", "dst/param_name_map.json", *more,
+        6, "target-is-source", "convert", "--to=mindspore", "src", "dst", *READ,
+        "--name-map", "dst/param_name_map.json", *more,
         places=("dst/param_name_map.json",),
     )  # fmt: skip
     assert Path("dst/param_name_map.json").read_bytes() == Path("names.json").read_bytes()

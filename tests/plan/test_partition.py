@@ -123,7 +123,6 @@ def test_small_replicas_do_not_put_files_together(tmp_path: Path) -> None:
 
 def test_sets_and_links(tmp_path: Path) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", FULL, split(8, 0)), strategy=split(8, 0))
-    replicas = Strategy.of({name: Layout.of([2, 4], [-1, 0]) for name in FULL})
     for name, plan in {
         "set": reshard.plan(source, to="mindspore", max_shard_size=5000),
     }.items():

@@ -194,7 +194,8 @@ def test_nothing_of_it_is_written_over(case: Callable[[str], Path], tmp_path: Pa
     for path in (place / "metadata.json", place / "common.json", place.parent / "latest_checkpointed_iteration.txt"):
         for source in (place.parent, place) if path.parent == place else (place.parent,):
             failed(
-                6, "target-is-source", "convert", "--to=mindspore", source, tmp_path / "u", "--write-manifest", path, "--overwrite",
+                6, "target-is-source", "convert", "--to=mindspore", source, tmp_path / "u",
+                "--write-manifest", path, "--overwrite",
                 places=(path.name,),
             )  # fmt: skip
 

@@ -5,10 +5,10 @@ RESHARD_TORCH_PYTHON=torch/bin/python pytest -m torch  (with transformers and pe
 
 from __future__ import annotations
 
-import warnings
 import json
 import os
 import subprocess
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import pytest
 from adapters import ALPHA, RANK, assert_arrays, cut, matrices, product, save, weights, written
 from adapters import merged as plain_merge
 from checkpoints import tree, write_file, write_ranks
-from commands import call, done
+from commands import done
 from deepspeed_files import values, write_zero
 from refusals import failed, refused
 from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write_save

@@ -15,7 +15,7 @@ import helpers
 import numpy as np
 import pytest
 from checkpoints import Array, blocks, dtype_name, numbers, tree, write_file, write_ranks
-from commands import call, done, proposed
+from commands import done, proposed
 from refusals import failed, refused
 
 import reshard

@@ -38,7 +38,7 @@ from written_checkpoint2 import (
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.layout.mesh import Mesh
-from reshard.errors import LayoutError, SourceError, UsageError
+from reshard.errors import LayoutError, SourceError, StrategyError, UsageError
 from reshard.formats.checkpoint2.options import Checkpoint2
 
 if TYPE_CHECKING:
