@@ -34,7 +34,7 @@ MOST_LETTERS = 70
 def commands_page() -> str:
     """Return the page of all commands: what `--help-all` prints, without the options of a conversion."""
     head = (
-        "# Commands\n\nMade by `python tests/docs_made.py` from the program's own help. Options that `convert` has, too, are "
+        "# Commands\n\nMade by `python tests/docs_made.py` from the help of the program. Options that `convert` has, too, are "
         "named after\nthe others; [options of a conversion](options.md) explains them.\n"
     )
     parts = [head]
