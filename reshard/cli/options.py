@@ -186,8 +186,8 @@ def drop_option(text: str) -> GroupedOption:
 def opening_flag(name: str, side: str = "") -> str:
     """Return the flag of a field of `OpenOptions`.
 
-    >>> opening_flag("layouts"), opening_flag("stage", "target-")
-    ('--layout', '--target-stage')
+    >>> opening_flag("layouts"), opening_flag("layouts", "target-")
+    ('--layout', '--target-layout')
     """
     return f"--{side}{_FLAGS.get(name, name.replace('_', '-'))}"
 

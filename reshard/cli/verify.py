@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,13 +24,13 @@ from reshard.cli.options import (
 from reshard.cli.selection import selection_options
 from reshard.cli.terminal import OPTIONS, REPORTED, cluster_client, print_json, print_text, say, say_warnings, wrote
 from reshard.cli.values import READ_PLACE, WRITE_PLACE, share
+from reshard.core.listing import OpenOptions
 from reshard.core.plan.inputs import Selection
 from reshard.core.storage.cipher import required
 from reshard.errors import UsageError, VerifyError
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:
-    from reshard.core.listing import OpenOptions
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place
@@ -135,6 +135,8 @@ lost, that its numbers are those of the layout, and that every block is listed.
 Samples of replicas are compared with each other, as when a source is opened;
 all of their bits if SOURCE is TARGET itself.
 Two directories of the same ranks need no strategies.
+Without --against, --rank-pattern, --suffix, --step and --partial are for TARGET;
+with it, they are for SOURCE, and --partial for a TARGET with a strategy, too.
 Tensors that are in the same files on both sides, as after --link,
 cannot be compared. The verdict counts them, and these files are compared with
 the checksums that they contain, if any, unless --sample is given.
@@ -194,6 +196,7 @@ def verify(
     from reshard.view.verdict import summary, verdict_data, verdict_text
 
     manifest, quiet = checking.manifest, checking.quiet
+    opening, target_opening = _of_sides(opening, target_opening, compared=source is not None)
     _check_usage(source, opening, checking)
     if checking.write_manifest is not None:
         _refuse_keys({"--target-key-file": target_opening.cipher, "--key-file": opening.cipher})
@@ -262,6 +265,16 @@ def _opened(
         return opened(path, what=side, **vars(opening))
 
 
+def _of_sides(opening: OpenOptions, target_opening: OpenOptions, *, compared: bool) -> tuple[OpenOptions, OpenOptions]:
+    """Return the options of the source and of the target: without a source, those that both know are the target's."""
+    if compared:
+        return opening, replace(target_opening, partial=opening.partial and target_opening.strategy is not None)
+    names = ("rank_pattern", "suffix", "iteration", "partial")
+    shared = {name: getattr(opening, name) for name in names}
+    none = {name: getattr(OpenOptions(), name) for name in names}
+    return replace(opening, **none), replace(target_opening, **shared)
+
+
 def _check_usage(source: Place | None, opening: OpenOptions, checking: Checking) -> None:
     """Refuse options that would have no effect."""
     values = {"--against": source, "--manifest": checking.manifest, "--write-manifest": checking.write_manifest}
@@ -284,7 +297,7 @@ def _check_usage(source: Place | None, opening: OpenOptions, checking: Checking)
         raise UsageError(
             f"{opening_flag(name)} is for SOURCE, and there is none",
             code="needs-source",
-            hint=f"for TARGET it is {opening_flag(name, 'target-')}",
+            hint="for TARGET it is --target-layout" if name == "layouts" else "add --against SOURCE",
         )
     if not ways:
         return

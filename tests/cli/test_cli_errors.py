@@ -47,11 +47,11 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("number", ["8", "5", "0.5", "64000000"])
-@pytest.mark.parametrize("option", ["--memory", "--max-shard-size", "--chunk-size", "--shard-size"])
+@pytest.mark.parametrize("option", ["--memory", "--max-shard-size", "--chunk-size"])
 def test_a_size_has_a_unit(case: Case, tmp_path: Path, option: str, number: str) -> None:
     """Eight bytes of memory are nobody's wish, and nor are files for each tensor."""
     words = ["convert", "--to=mindspore", case.source, tmp_path / "out", "--source-strategy", case.source_strategy]
-    words += ["--to", "zarr"] if option in {"--chunk-size", "--shard-size"} else []
+    words += ["--to", "zarr"] if option == "--chunk-size" else []
     failed(2, "usage", *words, option, number, places=(option, f"{number}GB", f"{number}MB"))
     assert not (tmp_path / "out").exists()
 
@@ -134,7 +134,7 @@ def test_swapped_strategies_are_recognised(case: Case, tmp_path: Path, command: 
     source = [case.source, "--source-strategy", case.target_strategy]
     target = ["--target-strategy", case.source_strategy]
     words = {
-        "transform": [*source, *target, tmp_path / "out"],
+        "convert": [*source, *target, tmp_path / "out"],
         "plan": [*source, *target],
         "verify": [case.source, *target, "--against", *source],
     }
@@ -299,11 +299,11 @@ def test_what_verify_says_of_a_target_names_options_of_the_target(case: Case, tm
     shutil.rmtree(tmp_path / "out" / "rank_1")
     failed(
         4, "missing-replicas", "verify", tmp_path / "out", "--target-strategy", case.source_strategy,
-        places=("rank 1", "--target-partial"),
+        places=("rank 1", "--partial"),
     )  # fmt: skip
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "notes.txt").touch()
-    failed(4, "no-checkpoint", "verify", tmp_path / "none", places=("--target-rank-pattern",))
+    failed(4, "no-checkpoint", "verify", tmp_path / "none", places=("--rank-pattern",))
 
 
 def test_the_directory_with_rank_directories_is_one_further_in(case: Case, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_prefix_under_which_nothing_would_be_found(case: Case, tmp_path: Path,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["transform --dry-run", "plan", "check"])
+@pytest.mark.parametrize("command", ["convert --dry-run", "plan"])
 def test_a_strategy_that_the_contents_contradict_is_4(tmp_path: Path, command: str) -> None:
     """It says "whole on every rank" of what is split; rank 0's rows would be written as the whole tensor."""
     full = numbers({"w": (8, 4), "v": (8, 4)})
@@ -330,9 +330,8 @@ def test_a_strategy_that_the_contents_contradict_is_4(tmp_path: Path, command: s
     name, _, option = command.partition(" ")
     given = ["--source-strategy", tmp_path / "wrong.ckpt"]
     words: list[str | Path] = {
-        "transform": ["convert", source, tmp_path / "out", *given, *([option] if option else [])],
+        "convert": ["convert", source, tmp_path / "out", *given, *([option] if option else [])],
         "plan": ["plan", source, *given, "-o", tmp_path / "plan.json"],
-        "check": ["strategy", "check", tmp_path / "wrong.ckpt", source],
     }[name]
     failed(4, "replicas-differ", *words, places=("tensor 'w'", "[0:2, 0:4]", "rank 0", "rank 1"))
     assert not (tmp_path / "out").exists()

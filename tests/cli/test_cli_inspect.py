@@ -83,7 +83,7 @@ def test_inspect_fits_the_terminal(case: Case, columns: int) -> None:
 
 
 def test_raw_shows_the_numbers_of_strategy_files(case: Case) -> None:
-    command = ["inspect", case.source, "--source-strategy", case.source_strategy]
+    command = ["strategy", "show", case.source_strategy]
     assert "[2, 2, 2] map [-1, 1]" not in done(*command).stdout
     shown = done(*command, "--raw").stdout
     assert "[2, 2, 2] map [-1, 1]" in shown
@@ -202,7 +202,7 @@ def test_a_file_of_a_rank_that_the_ledger_knows(case: Case, tmp_path: Path) -> N
     os.utime(file, (1, 1))
     assert "as the ledger of the directory above says" in done("inspect", file).stderr
     write_file(file, {"w": np.zeros(4, np.float32)}, "ckpt")
-    assert "is of rank 2 according to its path; its tensors are taken" in done("inspect", file).stderr
+    assert "is of rank 2, as the ledger of the directory above says" in done("inspect", file).stderr
 
 
 @pytest.mark.parametrize("way", [["--to", "zarr"], ["--to", "hf"]], ids=["zarr", "huggingface"])

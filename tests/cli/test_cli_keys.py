@@ -71,9 +71,9 @@ def mode_of(path: Path) -> str:
     ("mode", "options"),
     [
         (None, ["--remove-redundancy"]),
-        ("AES-GCM", ["--link-replicas", "--cast", "float32=bfloat16"]),
+        ("AES-GCM", ["--cast", "float32=bfloat16"]),
         ("AES-CBC", []),
-        ("SM4-CBC", ["--link-replicas"]),
+        ("SM4-CBC", []),
     ],
 )
 @pytest.mark.usefixtures("small_blocks")
@@ -118,15 +118,13 @@ def test_every_command_that_reads_takes_the_key(
             ["convert", "--to=mindspore", *strategy],
             ["convert", *strategy, "--to", "zarr"],
             ["convert", *strategy],
-            ["convert", *strategy, "--via-zarr", tmp_path / "store"],
             ["convert", "--to", "safetensors"],
         )
     ):
         name, *options = command
         result = done(name, sealed, tmp_path / f"from sealed {number}", *options, "--key-file", key)
         assert "sealed is encrypted, and what is written is not" in result.stderr
-        direct = options[: options.index("--via-zarr")] if "--via-zarr" in options else options
-        done(name, plain, tmp_path / f"from plain {number}", *direct)
+        done(name, plain, tmp_path / f"from plain {number}", *options)
         found, expected = (files(tmp_path / f"from {which} {number}") for which in ("sealed", "plain"))
         assert sorted(found) == sorted(expected) != []
         assert found == expected or "zarr" in options  # whose attributes name the source's sizes
@@ -304,19 +302,17 @@ def test_with_exported_keys_plain_files_are_read_as_ever(
         ["inspect", plain / "rank_0"],
         ["inspect", plain / "rank_0" / "checkpoint_0.ckpt"],
         ["convert", plain, "back", *back],
-        ["convert", plain, "through", *back, "--via-zarr", "store"],
+        ["convert", plain, "store", *there, "--to", "zarr"],
         ["convert", "store", "from_store", "--to", "ckpt", "--target-strategy", case.source_strategy],
         ["inspect", "store"],
         ["convert", "--to=mindspore", plain, "ms", *there],
         ["convert", plain, "hf", *there, "--to", "hf"],
         ["inspect", "hf"],
-        ["convert", plain, "zarr", *there, "--to", "zarr"],
         ["convert", plain, "st", "--to", "safetensors"],
         ["convert", plain / "rank_0" / "checkpoint_0.ckpt", "one.safetensors", "--to", "safetensors"],
         ["plan", plain, *back, "-o", "plan.json"],
         ["plan", plain, *there, "--to", "mindspore"],
         ["run", "plan.json", "planned"],
-        ["strategy", "check", case.target_strategy, plain],
         ["strategy", "make", "rules.yaml", "--like", plain, *there, "-o", "made.ckpt"],
     ]
     checks: list[list[str | Path]] = [
@@ -412,7 +408,6 @@ def test_a_plain_file_among_encrypted_ones_is_refused(
         ["convert", mixed, "out", *there, *source],
         ["convert", mixed, "out", "--to", "ckpt", *source],
         ["plan", mixed, *there, *source],
-        ["strategy", "check", case.target_strategy, mixed, *source],
         ["verify", mixed, *target],
         ["verify", mixed, "--target-strategy", case.target_strategy, *target],
         ["verify", mixed, "--target-strategy", case.target_strategy, "--against", plain, *there, *target],
@@ -482,9 +477,3 @@ def test_a_key_is_bytes_or_digits_with_or_without_a_newline(nbytes: int) -> None
         if len(wrong) not in {16, 24, 32}:  # which text may be, too
             with refused(UsageError, "bad-key", "k is not a key", f"found {len(wrong)} bytes"):
                 read_key(wrong, "k")
-
-
-def test_through_zarr_what_is_plain_is_said(case: Case, sealed: Path, key: Path, tmp_path: Path) -> None:
-    options = ["--target-strategy", case.target_strategy, "--key-file", key]
-    said = done("convert", sealed, tmp_path / "out", *options, "--via-zarr", tmp_path / "st.zarr", "--json")
-    assert f"is encrypted, and what is written is not: {tmp_path / 'st.zarr'} and {tmp_path / 'out'}" in said.stderr

@@ -34,7 +34,7 @@ def saved(case: Case, tmp_path: Path, *options: str | Path) -> Path:
         [],
         ["--to", "safetensors", "--ranks", "0,2-3", "--prefix", "x"],
         ["--remove-redundancy"],
-        ["--link-replicas", "--memory", "64MB"],
+        ["--memory", "64MB"],
         ["--weights-only", "--cast", "float32=bfloat16", "--exclude", "*layer3*"],
     ],
 )

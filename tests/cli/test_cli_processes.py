@@ -154,7 +154,7 @@ def stopped_at(name: str, seconds: float, number: int, arguments: Sequence[str |
 def test_a_stopped_run_leaves_no_unfinished_file_and_can_be_typed_again(
     case: Case, tmp_path: Path, number: int, code: int, word: str
 ) -> None:
-    command: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies]
+    command: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies, "--to", "ckpt"]
     returned, said = stopped_at("write_at", 0.01, number, command)
     assert returned == code
     assert said == f"{word}; unfinished files are removed; the same command starts from the beginning"
@@ -195,7 +195,7 @@ def test_an_interrupt_while_modules_are_imported(case: Case, tmp_path: Path, num
 
 
 def test_an_interrupt_while_it_plans_says_that_nothing_was_written(case: Case, tmp_path: Path) -> None:
-    command: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies, "--json"]
+    command: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies, "--to", "ckpt", "--json"]
     returned, said = stopped_at("read_into", 0.2, signal.SIGTERM, command)
     assert (returned, said) == (143, "stopped by SIGTERM; nothing was written")
     assert tree(tmp_path) == {}
@@ -203,7 +203,17 @@ def test_an_interrupt_while_it_plans_says_that_nothing_was_written(case: Case, t
 
 @pytest.mark.parametrize("limit", [6, 16, 24])
 def test_too_few_file_descriptors_are_said(case: Case, tmp_path: Path, limit: int) -> None:
-    words = [sys.executable, "-m", "reshard", "convert", case.source, tmp_path / "out", *case.strategies]
+    words = [
+        sys.executable,
+        "-m",
+        "reshard",
+        "convert",
+        case.source,
+        tmp_path / "out",
+        *case.strategies,
+        "--to",
+        "ckpt",
+    ]
     ended = subprocess.run(
         ["sh", "-c", f'ulimit -n {limit} && exec "$@"', "sh", *map(str, words)],
         check=False, capture_output=True, text=True,
@@ -218,7 +228,7 @@ def test_too_few_file_descriptors_are_said(case: Case, tmp_path: Path, limit: in
 
 
 def test_a_run_stopped_at_its_end_tells_what_to_type(case: Case, tmp_path: Path) -> None:
-    command: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies]
+    command: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies, "--to", "ckpt"]
     returned, _ = stopped_at("publish", 0.1, signal.SIGTERM, command)
     assert returned == 143
     done(*command)

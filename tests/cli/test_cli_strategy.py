@@ -1,4 +1,4 @@
-"""`reshard strategy show`, `merge`, `make`, `diff` and `check`: on the tutorial's files, by MindSpore."""
+"""`reshard strategy show`, `merge`, `make` and `diff`: on the tutorial's files, by MindSpore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refusals import failed, refused
 import reshard
 from reshard.core.layout.layout import Layout
 from reshard.errors import UsageError
-from reshard.strategy.diff import check, diff
+from reshard.strategy.diff import diff
 from reshard.strategy.rules import layouts_from_file
 from reshard.strategy.strategy import Strategy
 
@@ -296,37 +296,6 @@ def test_layouts_that_no_grid_has_are_compared_by_their_numbers() -> None:
     assert [change.name for change in diff(a, b).blocks] == ["i", "u", "bad"]
 
 
-# check
-
-
-def test_check_of_a_checkpoint_s_own_strategy(real: Path) -> None:
-    own = real / "tut_src8" / "strategy_0.ckpt"
-    result = done("strategy", "check", own, real / "tut_src8" / "ckpt")
-    assert result.stdout == f"{own} fits {real}/tut_src8/ckpt: 12 tensors\n"
-
-
-def test_check_tells_all_faults_at_once(real: Path, tmp_path: Path) -> None:
-    """Names that either lacks, and sizes that do not divide; states of the optimizer are told and no fault."""
-    opened = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
-    layouts: dict[str, Layout] = {
-        name: Layout.of([3], [-1] * len(tensor.spec.shape))
-        for name, tensor in opened.tensors.items()
-        if tensor.listed and not name.startswith("moments")
-    }
-    layouts["net.layer2.weight"] = Layout.of([3], [0, -1])
-    layouts["net.layer3.bias"] = Layout.of([3], [-1, -1])
-    layouts["net.layer9.weight"] = layouts.pop("net.layer1.weight")
-    reshard.write_strategy(Strategy.of(layouts), tmp_path / "bad.ckpt")
-    result = failed(4, "not-divisible", "strategy", "check", tmp_path / "bad.ckpt", *source(real), places=("4 faults",))
-    for message in (
-        "tensor 'net.layer2.weight': dimension 0 of size 32",
-        "tensor 'net.layer3.bias'",
-        "tensor 'net.layer9.weight'",
-        "tensor 'net.layer1.weight'",
-    ):
-        assert message in result.stderr
-
-
 @pytest.mark.parametrize("kind", ["set", "zarr"])
 def test_a_made_strategy_is_one_for_a_checkpoint_2(tmp_path: Path, kind: str) -> None:
     """The count of steps is left out whatever the source; a Checkpoint 2.0 may have it in common.json alone."""
@@ -359,14 +328,3 @@ def test_make_says_that_optimizer_parallel_cut_nothing(tmp_path: Path, threshold
     assert ("warning: optimizer_parallel" in result.stderr) == is_warned
     made = json.loads((tmp_path / "s.json").read_text())["parallel_layout_item"]["w"]
     assert bool(made["opt_weight_shard_size"]) != is_warned
-
-
-def test_check_tells_of_shapes_and_optimizer_states(real: Path, tmp_path: Path) -> None:
-    opened = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
-    shapes = {name: t.spec.shape for name, t in opened.tensors.items() if t.listed}
-    weights = {name: shape for name, shape in shapes.items() if not name.startswith("moments")}
-    warnings = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened._record)
-    assert warnings[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy, not in the files"
-    assert "tensor 'moments.net.layer1.bias' is in the files, not in the strategy" in warnings
-    with refused(reshard.ReshardError, "wrong-shape", "'net.layer1.bias'", "[32]", "[64]"):
-        check(Strategy.from_rules({**shapes, "net.layer1.bias": (64,)}, {"dp": 2}, {}), opened._record)

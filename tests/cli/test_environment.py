@@ -23,8 +23,7 @@ WRONG = {
     "RESHARD_MEMORY": ("3x", "bad-size"),
     "RESHARD_THREADS": ("none", "bad-value"),
     "RESHARD_CLUSTER": ("somewhere", "usage"),
-    "RESHARD_FSYNC": ("maybe", "usage"),
-    "RESHARD_DROP_CACHE": ("maybe", "usage"),
+    "RESHARD_TUNE": ("fsync=maybe", "usage"),
     "RESHARD_DEBUG": ("maybe", "usage"),
     "RESHARD_KEY": ("short", "bad-key"),
     "RESHARD_KEY_FILE": ("missing", "bad-key"),
@@ -107,7 +106,7 @@ def options_of(name: str) -> list[click.Option]:
     ]
 
 
-@pytest.mark.parametrize(("flag", "variable"), [("--cluster", "RESHARD_CLUSTER"), ("--fsync", "RESHARD_FSYNC")])
+@pytest.mark.parametrize(("flag", "variable"), [("--cluster", "RESHARD_CLUSTER"), ("--tune", "RESHARD_TUNE")])
 def test_a_variable_is_of_every_command_that_has_the_option(flag: str, variable: str) -> None:
     options = options_of(flag)
     assert len(options) > 2
@@ -129,7 +128,9 @@ def test_memory_and_threads_are_limits_of_plans(case: Case, tmp_path: Path, monk
     with refused(reshard.BudgetError, "not-enough-memory", "3.0 MB"):
         reshard.plan(source, case.target_strategy)
     with refused(reshard.BudgetError, "not-enough-memory", "3.0 MB"):
-        reshard.verify(case.source, case.source_strategy, against=case.source, source_strategy=case.source_strategy)
+        reshard.verify(
+            case.source, target_strategy=case.source_strategy, against=case.source, source_strategy=case.source_strategy
+        )
     with refused(reshard.BudgetError, "not-enough-memory", "3.0 MB"):
         source.stats()
     with refused(reshard.BudgetError, "not-enough-memory", "3.0 MB"):
@@ -159,10 +160,10 @@ def test_what_is_typed_comes_before_the_variable(case: Case, tmp_path: Path, mon
         return "checksummed" in done("convert", case.source, tmp_path / name, *case.strategies, *options).stdout
 
     assert checksummed("default")
-    monkeypatch.setenv("RESHARD_FSYNC", "false")
+    monkeypatch.setenv("RESHARD_TUNE", "fsync=no")
     assert not checksummed("variable")
-    assert checksummed("typed", "--fsync")
-    monkeypatch.setenv("RESHARD_FSYNC", "")
+    assert checksummed("typed", "--tune", "fsync=yes")
+    monkeypatch.setenv("RESHARD_TUNE", "")
     assert checksummed("empty")
 
 
