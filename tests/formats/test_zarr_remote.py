@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import shutil
 from typing import TYPE_CHECKING
 
@@ -15,8 +13,8 @@ from checkpoints import plan_with, tree, write_file, write_ranks
 from commands import least_memory
 from faulty import Faults, raising
 from refusals import refused
-from remotes import Requests, at_urls, changing, get, put
-from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, invoke, source
+from remotes import Requests, at_urls, get, put
+from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, TARGET, assert_same, source
 
 import reshard
 from reshard import Layout, Strategy
@@ -25,7 +23,7 @@ from reshard.core.plan.partition import partitioned
 from reshard.core.storage.urls import remote
 from reshard.core.storage.urls.s3 import upload_parts
 from reshard.core.storage.urls.s3.upload_parts import LEAST_PART_BYTES
-from reshard.errors import BudgetError, SourceError, TargetError, UsageError
+from reshard.errors import BudgetError, SourceError, TargetError
 from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
@@ -78,14 +76,6 @@ def test_stores_that_zarr_wrote(root: str, tmp_path: Path, options: str) -> None
     }  # fmt: skip
     reshard.plan(own).run(tmp_path / "out")
     assert_same(reshard.open(tmp_path / "out")["layers/0/sparse"].compute(), sparse)
-
-
-def test_a_lost_chunk_of_an_own_store(root: str, source: reshard.Checkpoint, tmp_path: Path) -> None:
-    plan_with(source, files=ZarrGroup(shard_size=0)).run(tmp_path / "z")
-    (tmp_path / "z/layers.0.wq/c.1.0").unlink()
-    put(tmp_path / "z", f"{root}/z")
-    with refused(SourceError, "missing-chunk", "z/layers.0.wq/c.1.0"):
-        reshard.open(f"{root}/z")
 
 
 def test_only_ranges_of_chunks_are_read(root: str, asked: Requests, tmp_path: Path) -> None:
@@ -160,14 +150,6 @@ def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str)
     assert get(f"{root}/z") == get(f"{root}/new")
 
 
-def test_a_source_that_changes_is_refused(root: str, tmp_path: Path) -> None:
-    put(write_ranks(tmp_path / "src", FULL, SOURCE), f"{root}/src")
-    plan = reshard.plan(reshard.open(f"{root}/src", strategy=SOURCE), to="zarr")
-    with refused(TargetError, "source-changed", "checkpoint_1.safetensors"):
-        plan.run(f"{root}/z", client="synchronous", progress=changing(plan._record.source.files[1].path))
-    assert get(f"{root}/z") == {}
-
-
 def test_large_chunks_are_sent_in_parts(
     bucket: str,
     asked: Requests,
@@ -215,48 +197,3 @@ def test_what_reading_at_urls_takes_is_predicted_and_within_the_budget(tmp_path:
     assert reshard.plan(here, memory=80_000_000, threads=4)
     assert reshard.plan(there, memory=least, threads=4)._record.threads == 1
     assert reshard.plan(there, memory=least, threads=4).stats.peak_memory <= least
-
-
-def test_the_commands(source: reshard.Checkpoint, root: str, tmp_path: Path) -> None:
-    reshard.write_strategy(SOURCE, tmp_path / "source.ckpt")
-    reshard.write_strategy(TARGET, tmp_path / "target.ckpt")
-    store = f"{root}/model.zarr"
-    options = ["--source-strategy", tmp_path / "source.ckpt"]
-    done = invoke("convert", source.root, store, *options, "--to", "zarr", "--chunk-size", "1kB", "--json")
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["partition"] == "file"
-    assert invoke(*shlex.split(told["verify"])[1:]).exit_code == 0
-    assert "zarr" in invoke("inspect", store).output
-    assert invoke("convert", store, tmp_path / "a", "--target-strategy", tmp_path / "target.ckpt").exit_code == 0
-    via = ["--via-zarr", f"{root}/via.zarr", "--target-strategy", tmp_path / "target.ckpt"]
-    done = invoke("convert", source.root, tmp_path / "b", *options, *via)
-    assert done.exit_code == 0, done.output
-    shutil.move(source.root, tmp_path / "gone")
-    done = invoke("convert", source.root, tmp_path / "c", *options, *via)
-    assert done.exit_code == 0, done.output
-    assert f"warning: {source.root} does not exist" in done.stderr
-    shutil.move(tmp_path / "gone", source.root)
-    reshard.plan(source, TARGET).run(tmp_path / "direct")
-    assert tree(tmp_path / "a") == tree(tmp_path / "b") == tree(tmp_path / "c") == tree(tmp_path / "direct")
-
-
-def test_bands_of_few_rows_are_the_same(
-    source: reshard.Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Chunks side by side in a shard get their rows in turn; on a cluster's threads or here."""
-    group = ZarrGroup(chunk_size=100, shard_size=1 << 20)
-    plan_with(source, files=group).run(tmp_path / "local")
-    for band in (16, 100, 1000, 1 << 20):
-        monkeypatch.setattr(budget, "BAND_BYTES", band)
-        plan_with(source, files=group).run(f"memory://bands/{band}", threads=2)
-        assert get(f"memory://bands/{band}") == tree(tmp_path / "local")
-
-
-def test_a_manifest_is_of_checkpoint_files(tmp_path: Path) -> None:
-    path = write_file(tmp_path / "a.safetensors", {"w": np.zeros(3, np.float32)})
-    reshard.open(path).to_zarr("memory://manifest/z")
-    with refused(UsageError, "no-manifest", "memory://manifest/z"):
-        reshard.Manifest.make("memory://manifest/z")
