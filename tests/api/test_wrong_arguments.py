@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from enum import Enum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,13 @@ from checkpoints import write_file
 from refusals import refused
 
 import reshard
-from reshard import Checkpoint, Plan, UsageError, arguments
+from reshard import Checkpoint, Plan, UsageError
 from reshard.formats.sets.options import HuggingFaceSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
 
 # ruff: noqa: ARG005 -- each call takes what it needs
 
@@ -28,17 +28,12 @@ ANY: Any = reshard
 
 CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("path", lambda on: ANY.open(5)),
-    ("path", lambda on: ANY.open(None)),
-    ("path", lambda on: ANY.open(b"a")),
     ("path", lambda on: ANY.open({})),
     ("path", lambda on: ANY.open({-1: "a"})),
-    ("path", lambda on: ANY.open({"0": "a"})),
     ("strategy", lambda on: ANY.open(HERE, strategy=5)),
-    ("layout", lambda on: ANY.open(HERE, layout=["*"])),
     ("layout", lambda on: ANY.open(HERE, layout={1: 2})),
     ("suffix", lambda on: ANY.open(HERE, suffix=5)),
     ("stage", lambda on: ANY.open(HERE, stage="first")),
-    ("stage", lambda on: ANY.open(HERE, stage=True)),
     ("partial", lambda on: ANY.open(HERE, partial="yes")),
     ("iteration", lambda on: ANY.open(HERE, iteration="last")),
     ("cipher", lambda on: ANY.open(HERE, cipher="0123456789abcdef")),
@@ -48,21 +43,16 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("format", lambda on: ANY.plan(on.source, format=5)),
     ("files", lambda on: ANY.plan(on.source, files="hf")),
     ("files", lambda on: ANY.plan(on.source, files=HuggingFaceSet)),
-    ("include", lambda on: ANY.plan(on.source, include=np.array("w"))),
     ("name", lambda on: on.source.array(5)),
     ("bins", lambda on: on.source.hist("w", True)),
     ("ranks", lambda on: ANY.plan(on.source, ranks=5)),
-    ("ranks", lambda on: ANY.plan(on.source, ranks="01")),
     ("selection", lambda on: ANY.plan(on.source, selection={"include": ["w"]})),
     ("include", lambda on: ANY.plan(on.source, include=5)),
-    ("cast", lambda on: ANY.plan(on.source, cast={"float32": 5})),
     ("rules", lambda on: ANY.plan(on.source, rules=5)),
     ("lora", lambda on: ANY.plan(on.source, lora=5)),
     ("memory", lambda on: ANY.plan(on.source, memory=[])),
     ("threads", lambda on: ANY.plan(on.source, threads=0)),
-    ("threads", lambda on: ANY.plan(on.source, threads="2")),
     ("threads", lambda on: on.plan.run(on.out, threads="2")),
-    ("threads", lambda on: on.plan.run(on.out, threads=0)),
     ("directory", lambda on: on.plan.run(5)),
     ("client", lambda on: on.plan.run(on.out, client=5)),
     ("scheduler", lambda on: on.plan.run(on.out, client=5)),
@@ -70,19 +60,13 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("overwrite", lambda on: on.plan.run(on.out, overwrite="no")),
     ("partition", lambda on: on.plan.graph(on.out, partition=5)),
     ("rank", lambda on: on.plan.rank("0")),
-    ("name", lambda on: on.plan.picture(5)),
     ("path", lambda on: on.plan.save(5)),
     ("include", lambda on: ANY.Selection(include=5)),
-    ("include", lambda on: ANY.Selection(include=["w", 5])),
-    ("exclude", lambda on: ANY.Selection(exclude={"w": 1})),
     ("name_map", lambda on: ANY.Selection(name_map=["a=b"])),
-    ("name_map", lambda on: ANY.Selection(name_map={"a": 1})),
     ("weights_only", lambda on: ANY.Selection(weights_only="no")),
     ("weights", lambda on: ANY.average([on.source, on.source], weights="ab")),
-    ("weights", lambda on: ANY.average([on.source, on.source], weights=5)),
     ("checkpoints", lambda on: ANY.average(on.source)),
     ("a", lambda on: ANY.diff(1, 2)),
-    ("b", lambda on: ANY.diff(on.source, None)),
     ("tolerance", lambda on: ANY.diff(on.source, on.source, tolerance="small")),
     ("target", lambda on: ANY.verify(5)),
     ("progress", lambda on: ANY.verify(HERE, progress=5)),
@@ -91,7 +75,6 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("source", lambda on: ANY.convert(5, on.out)),
     ("target", lambda on: ANY.convert(on.source, 5)),
     ("to", lambda on: ANY.convert(on.source, on.out, to=5)),
-    ("memory", lambda on: ANY.convert(on.source, on.out, memory=[])),
     ("link", lambda on: ANY.convert(on.source, on.out, link="yes")),
     ("arrays", lambda on: ANY.write([np.ones(3)], on.out)),
     ("patterns", lambda on: on.source.sel("w", 5)),
@@ -104,9 +87,7 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("dtype", lambda on: on.source.dequantize(5)),
     ("by", lambda on: on.source.groups(5)),
     ("threads", lambda on: on.source.stats(threads=0)),
-    ("client", lambda on: on.source.stats(client=5)),
     ("target", lambda on: on.source.picture("w", target=5)),
-    ("store", lambda on: on.source.to_zarr(5)),
     ("chunk_size", lambda on: on.source.to_zarr(on.out, chunk_size=[])),
     ("checkpoint", lambda on: ANY.strategy_of(5)),
     ("drop", lambda on: ANY.strategy_of(on.source, drop="weight")),
@@ -114,21 +95,16 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("path", lambda on: ANY.runs(5)),
     ("path", lambda on: ANY.read_plan(5)),
     ("path", lambda on: ANY.read_strategy(5)),
-    ("path", lambda on: ANY.read_layouts(5)),
-    ("path", lambda on: ANY.read_manifest(5)),
     ("manifest", lambda on: ANY.write_manifest(5, on.out)),
     ("target", lambda on: ANY.make_manifest(5)),
-    ("strategy", lambda on: ANY.write_strategy(5, on.out)),
-    ("directory", lambda on: ANY.merge_strategies(5, on.out)),
     ("directory", lambda on: ANY.demo("mindspore", 5)),
     ("max_shard_size", lambda on: ANY.HuggingFaceSet("5GB")),
-    ("step", lambda on: ANY.DCP(step="last")),
     ("compression", lambda on: ANY.ZarrGroup(compression=5)),
     ("root", lambda on: ANY.LoRA(5)),
     ("rule", lambda on: ANY.Layout.parse(5, 1, 1)),
-    ("dev_matrix", lambda on: ANY.Layout.of("x", [1])),
     ("layouts", lambda on: ANY.Strategy.of({"w": 5})),
-    ("path", lambda on: ANY.Rules.read(5)),
+    ("dev_matrix", lambda on: ANY.Layout.of("x", [1])),
+    ("threads", lambda on: on.plan.run(on.out, threads=0)),
 ]
 
 
@@ -160,40 +136,6 @@ def test_every_public_function_checks_its_arguments() -> None:
     }
     unchecked = {name for name, function in functions.items() if not hasattr(function, "__wrapped__")}
     assert unchecked == set()
-
-
-def test_every_annotation_is_understood() -> None:
-    """Other aliases would pass for classes that no argument is of."""
-    methods = [value for kind in (Checkpoint, Plan, reshard.Strategy, reshard.Rules) for value in vars(kind).values()]
-    functions = [getattr(reshard, name) for name in reshard.__all__]
-    checked = [getattr(each, "__func__", each) for each in (*functions, *methods, reshard.Selection.__init__)]
-    annotations = {
-        text
-        for function in checked
-        if inspect.isfunction(function) and hasattr(function, "__wrapped__")
-        for name, text in function.__annotations__.items()
-        if name != "return"
-    }
-    words = {
-        word
-        for text in annotations
-        for word in re.findall(r"[\w.]+", re.sub(r"Callable\[.*?\]|'.*?'|\".*?\"", "", text))
-    }
-    known = {*arguments._ALIASES, *arguments._WORDS, *reshard.__all__, "Any", "None", "Literal", "Mapping"}
-    known |= {
-        "Iterable",
-        "Sequence",
-        "Collection",
-        "Arrangement",
-        "tuple",
-        "FileSums",
-        "Store",
-        "zarr.Group",
-        "TargetFiles",
-        "Options",
-    }
-    assert words <= known
-    assert {"str", "AnyName", "Strategy"} <= words
 
 
 @pytest.mark.parametrize("option", [{"suffix": ".ckpt"}, {"rank_pattern": "node_{rank}/*"}])

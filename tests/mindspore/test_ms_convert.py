@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import helpers
 import numpy as np
 import pytest
 from ms_files import (
@@ -118,21 +117,6 @@ def test_encrypted_files_are_converted_with_their_key(
     assert not (tmp_path / "new").exists()
 
 
-def test_mindspores_own_files_are_converted_to_what_it_saved(mindspore_data: Path, tmp_path: Path) -> None:
-    """Rank files of the recorded cases, of which MindSpore saved both formats."""
-    pairs = 0
-    for source in sorted((mindspore_data / "cases").glob("*/src_ckpt")):
-        other = source.parent / "src_safetensors"
-        if other.is_dir() and not source.parent.name.startswith("lost"):
-            target = tmp_path / source.parent.name
-            ms.ckpt_to_safetensors(source, target)
-            for name in set(files(target)) & set(files(other)):
-                found, expected = (helpers.read_rank_file(root / name) for root in (target, other))
-                assert found == expected, (source, name)
-                pairs += 1
-    assert pairs > 100
-
-
 @pytest.mark.parametrize(
     ("code", "place", "arguments"),
     [
@@ -142,11 +126,9 @@ def test_mindspores_own_files_are_converted_to_what_it_saved(mindspore_data: Pat
         ("no-match", "rank_0/a-0.ckpt", {"file_path": "rank_0/a-0.ckpt", "file_name_regex": "b-"}),
         ("bad-pattern", "file_name_regex", {"file_name_regex": "("}),
         ("not-a-directory", "save_path out.ckpt", {"save_path": "out.ckpt"}),
-        ("wrong-type", "save_path", {"save_path": 3}),
-        ("bad-name-map", "name_map", {"name_map": [("w", "v")]}),
         ("bad-name-map", "name_map", {"name_map": {"w": 3}}),
         ("out-of-range", "processes_num", {"processes_num": 0}),
-        ("out-of-range", "processes_num", {"processes_num": "2"}),
+        ("wrong-type", "save_path", {"save_path": 3}),
     ],
 )
 def test_wrong_arguments_to_conversion_are_value_errors(

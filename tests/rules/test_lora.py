@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import helpers
@@ -26,14 +25,11 @@ from adapters import (
 )
 from checkpoints import assert_rank_files, plan_with, tree, write_file, write_ranks
 from commands import call, done, least_memory
-from dcp_files import item, write_torch
 from refusals import failed, refused
 from samples import slow
 
 import reshard
 from reshard import Cipher, Layout, LoRA, Rules, Selection, Strategy
-from reshard.core.model.checkpoint import Shard, Tensor
-from reshard.core.model.entries import Extent
 from reshard.core.plan import budget
 from reshard.core.storage.cipher import store_of
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
@@ -84,58 +80,6 @@ def test_an_element_is_the_same_however_it_is_read(tmp_path: Path, rank: int) ->
         assert found[top:bottom, left:right].compute().tobytes() == full[top:bottom, left:right].tobytes()
 
 
-def test_odd_sizes_are_the_same_in_any_box(tmp_path: Path) -> None:
-    model = weights("float32", {"w.weight": (77, 333)})
-    pairs = matrices(model, ("w",), 37)
-    found = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(
-        save(tmp_path / "lora", pairs, r=37)
-    )["w.weight"]
-    whole = found.compute()
-    np.testing.assert_allclose(whole, merged(model, pairs, ALPHA / 37)["w.weight"], rtol=1e-4, atol=1e-5)
-    for at in range(0, 77, 5):
-        assert (
-            found[at : at + 5, at : -at or None].compute().tobytes() == whole[at : at + 5, at : -at or None].tobytes()
-        )
-
-
-def test_tiles_are_of_the_weights_own_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is read: their rows and columns begin where those of the whole would, and they are as large."""
-    model = weights("float32", {"w.weight": (208, 1200)})
-    lora = save(tmp_path / "lora", matrices(model, ("w",), 64), r=64)
-    found = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(lora)["w.weight"]
-    multiplied, tiles = np.matmul, set()
-
-    def place(part: Array) -> tuple[int, ...]:
-        assert part.base is not None
-        place = (part.__array_interface__["data"][0] - part.base.__array_interface__["data"][0]) // part.itemsize
-        return divmod(place, part.base.shape[1])
-
-    def noted(b: Array, a: Array, out: Array) -> None:
-        tiles.add((place(b)[0], place(a)[1], b.shape[0], a.shape[1]))
-        multiplied(b, a, out=out)
-
-    monkeypatch.setattr(np, "matmul", noted)
-    found.compute()
-    whole = set(tiles)
-    assert whole == {
-        (top, left, 16, min(256, 1200 - left)) for top in range(0, 208, 16) for left in range(0, 1200, 256)
-    }
-    tiles.clear()
-    found[5:37, 100:700].compute()
-    assert tiles
-    assert tiles < whole
-
-
-def test_blocks_in_several_runs(base: reshard.Checkpoint, lora: LoRA) -> None:
-    name = "model.layers.0.q_proj.weight"
-    tensor = base.tensors[name]
-    ((begin, nbytes),) = tensor.shards[0].replicas[0].runs
-    runs = ((begin, 70), (begin + 70, 130), (begin + 200, nbytes - 200))
-    parted = Tensor.of(tensor.spec, [Shard(tensor.shards[0].block, (Extent(0, runs),))])
-    source = reshard.Checkpoint(replace(base._record, tensors={**base.tensors, name: parted}))
-    assert_arrays(source.merge_lora(lora), EXPECTED)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_matrices_of_every_dtype_and_name(tmp_path: Path, base: reshard.Checkpoint, dtype: str) -> None:
     kind = BF16 if dtype == "bfloat16" else np.dtype(dtype)
@@ -182,38 +126,6 @@ def test_embeddings_and_transposed_layers(tmp_path: Path, base: reshard.Checkpoi
     assert of_layer[f"{name}.weight"][7:11, 3:9].compute().tobytes() == expected[f"{name}.weight"][7:11, 3:9].tobytes()
 
 
-def test_weights_that_lie_in_strides(tmp_path: Path) -> None:
-    """In items of a DCP, rows, columns or elements lie one behind the other, or apart; an embedding is transposed."""
-    shapes = {f"model.{name}.weight": (80, 96) for name in ("turned", "rows", "columns", "embed", "every_other")}
-    model = weights("float32", shapes)
-    wide = {name: np.full((96 + 80, 96 + 80), 7, np.float32) for name in ("rows", "columns")}
-    wide["rows"][:80, 3:99] = model["model.rows.weight"]
-    wide["columns"][:96, 5:85] = model["model.columns.weight"].T
-    other = np.repeat(model["model.every_other.weight"], 2, axis=1)
-    lies: dict[str, dict[str, Any]] = {
-        **{
-            name: {"storage": model[f"model.{name}.weight"].T.reshape(-1), "strides": (1, 80)}
-            for name in ("turned", "embed")
-        },
-        "rows": {"storage": wide["rows"].reshape(-1), "strides": (176, 1), "first": 3},
-        "columns": {"storage": wide["columns"].reshape(-1), "strides": (1, 176), "first": 5},
-        "every_other": {"storage": other.reshape(-1), "strides": (192, 2)},
-    }
-    box = (0, 0), (80, 96)
-    items = [(f"model.{name}.weight", box, item(model[f"model.{name}.weight"], **how)) for name, how in lies.items()]
-    source = reshard.open(write_torch(tmp_path / "dcp", model, {0: items}))
-    assert all(tensor.sharding.is_strided for tensor in source.tensors.values())
-    pairs = matrices(model, ("model.turned", "model.rows", "model.columns", "model.every_other"))
-    a, b = (np.random.default_rng(4).standard_normal(shape, dtype=np.float32) for shape in ((RANK, 80), (96, RANK)))
-    embedding = {"base_model.model.model.embed.lora_embedding_A": a, "base_model.model.model.embed.lora_embedding_B": b}
-    total = model["model.embed.weight"] + np.float32(ALPHA / RANK) * (b @ a).T
-    expected = merged(model, pairs) | {"model.embed.weight": total}
-    found = source.merge_lora(save(tmp_path / "adapter", pairs | embedding))
-    assert_arrays(found, expected)
-    reshard.plan(found, to="hf").run(tmp_path / "hf", fsync=False)
-    assert_arrays(reshard.open(tmp_path / "hf"), expected)
-
-
 RULES = {
     "reshard-rules": 1,
     "sides": ["hf", "other"],
@@ -257,12 +169,6 @@ def test_rules_come_after(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) 
         both.merge_lora(lora)
 
 
-def test_layers_that_were_left_out_before(base: reshard.Checkpoint, lora: LoRA) -> None:
-    name = "model.layers.0.q_proj.weight"
-    assert_arrays(base.sel(name).merge_lora(lora), {name: EXPECTED[name]})
-    assert_arrays(base.merge_lora(lora).sel(name), {name: EXPECTED[name]})
-
-
 def test_zarr_encrypted_and_dcp_sources(
     tmp_path: Path, base: reshard.Checkpoint, lora: LoRA, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,23 +210,6 @@ def test_replicas_are_merged_each(tmp_path: Path, lora: LoRA) -> None:
     assert reshard.verify(tmp_path / "out").equal, "which reads all of them"
 
 
-def test_a_weight_of_several_stages(tmp_path: Path) -> None:
-    """The copies of the stage that is read are compared with the target."""
-    model = weights()
-    halves = Layout.of([2], [0, -1])
-    stages = {
-        name: dict.fromkeys([0, 1] if "embed" in name else [1], halves if one.ndim == 2 else Layout.of([2], [-1]))
-        for name, one in model.items()
-    }
-    strategy = Strategy.of(stages)
-    source = reshard.open(write_ranks(tmp_path / "src", written(model), strategy), strategy=strategy)
-    pairs = matrices(model, ("model.embed_tokens", "model.layers.0.q_proj"))
-    selection = Selection(lora=save(tmp_path / "lora", pairs))
-    reshard.plan(source, to="safetensors", selection=selection).run(tmp_path / "out", fsync=False)
-    assert_arrays(reshard.open(tmp_path / "out"), merged(model, pairs))
-    assert reshard.verify(tmp_path / "out").equal
-
-
 def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     model = weights("float32")
     pairs = matrices(model)
@@ -334,14 +223,6 @@ def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoin
             reshard.plan(base, selection=Selection(cast=cast, lora=lora))
         with refused(UsageError, "rounds-twice", "bfloat16=float"):
             reshard.plan(base.merge_lora(lora), selection=Selection(cast=cast))
-
-
-def test_large_numbers_become_infinite_without_a_word(tmp_path: Path) -> None:
-    model = {"w.weight": np.full((4, 4), 6e4, np.float16)}
-    pairs = {f"base_model.model.w.lora_{side}.weight": np.full((4, 4), 1e3, np.float32) for side in "AB"}
-    source = reshard.open(write_file(tmp_path / "base.safetensors", model))
-    found = source.merge_lora(save(tmp_path / "lora", pairs))["w.weight"].compute()
-    assert np.isinf(found).all()
 
 
 # --- what it was made of ----------------------------------------------------------------------------------------
@@ -408,22 +289,6 @@ def test_an_adapter_that_changes_before_a_run(tmp_path: Path, base: reshard.Chec
     assert not tree(tmp_path / "out")
 
 
-def travelled(what: Any) -> Any:
-    return pickle.loads(pickle.dumps(what))  # noqa: S301 -- our own
-
-
-def test_a_store_travels(base: reshard.Checkpoint, lora: LoRA) -> None:
-    """Without matrices: to the workers of a cluster."""
-    found = base.merge_lora(lora)
-    coding = travelled(found._record.coding)
-    name = "model.layers.0.q_proj.weight"
-    ((at,),) = [shard.replicas for shard in found.tensors[name].shards]
-    for store in (store_of(coding), travelled(coding.store())):
-        content = bytearray(EXPECTED[name].nbytes)
-        store.read_into(found._record.files[0].path, at.runs[0][0], memoryview(content))
-        assert content == EXPECTED[name].tobytes()
-
-
 def test_memory_is_counted(base: reshard.Checkpoint, lora: LoRA) -> None:
     plain, more = (reshard.plan(base, selection=Selection(lora=one)) for one in (None, lora))
     of_pairs = sum(one.nbytes for one in matrices(weights()).values())
@@ -478,3 +343,217 @@ def test_alpha_is_never_guessed(tmp_path: Path, base: reshard.Checkpoint) -> Non
         with refused(UsageError, "bad-value", "alpha"):
             LoRA(lora.root, bad)  # type: ignore[arg-type]
     assert call("convert", base.root, tmp_path / "out", "--lora", lora.root, "--lora-alpha", "nan").exit_code == 2
+
+
+def travelled(what: Any) -> Any:
+    return pickle.loads(pickle.dumps(what))  # noqa: S301 -- our own
+
+
+def test_a_store_travels(base: reshard.Checkpoint, lora: LoRA) -> None:
+    """Without matrices: to the workers of a cluster."""
+    found = base.merge_lora(lora)
+    coding = travelled(found._record.coding)
+    name = "model.layers.0.q_proj.weight"
+    ((at,),) = [shard.replicas for shard in found.tensors[name].shards]
+    for store in (store_of(coding), travelled(coding.store())):
+        content = bytearray(EXPECTED[name].nbytes)
+        store.read_into(found._record.files[0].path, at.runs[0][0], memoryview(content))
+        assert content == EXPECTED[name].tobytes()
+
+
+# --- Adapters that are refused: what their files, their configuration or the weights say does not go toge ---
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"peft_type": "LOHA"}, ("not-lora", "peft_type", "'LOHA'")),
+        ({"use_dora": True}, ("unsupported-adapter", "use_dora")),
+        ({"bias": "lora_only"}, ("unsupported-adapter", "bias", "'lora_only'")),
+        ({"lora_bias": True}, ("unsupported-adapter", "lora_bias")),
+        ({"modules_to_save": ["lm_head"]}, ("unsupported-adapter", "modules_to_save", "'lm_head'")),
+        ({"target_parameters": ["experts.gate_up_proj"]}, ("unsupported-adapter", "target_parameters")),
+        ({"layer_replication": [[0, 4], [2, 5]]}, ("unsupported-adapter", "layer_replication")),
+        ({"init_lora_weights": "pissa_niter_4"}, ("unsupported-init", "init_lora_weights", "'pissa_niter_4'")),
+        ({"r": 10**9}, ("bad-value", "r", "1000000000", "1 to")),
+        ({"r": ...}, ("missing-key", "r")),
+        ({"r": 5}, ("wrong-shape", "[5, in]", "[out, 5]", "adapter_config.json")),
+        ({"rank_pattern": {"q_proj": 8}}, ("wrong-shape", "[4, 32]", "[64, 4]", "[8, in]")),
+        ({"rank_pattern": {"(a|a)*b": 8}}, ("bad-value", "rank_pattern")),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, ("bad-value", "alpha_pattern")),
+        ({"lora_alpha": float("nan")}, ("bad-value", "lora_alpha")),
+        ({"use_rslora": "yes"}, ("bad-value", "use_rslora", "'yes'")),
+        ({"rank_pattern": {"[z-a]": 8}}, ("bad-value", "rank_pattern")),
+    ],
+)
+def test_configurations(
+    tmp_path: Path, base: reshard.Checkpoint, config: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    with refused(SourceError, *expected):
+        base.merge_lora(save(tmp_path / "lora", matrices(weights()), **config))
+
+
+def renamed(old: str, new: str) -> dict[str, Array]:
+    return {name.replace(old, new): one for name, one in matrices(weights()).items()}
+
+
+Q = "base_model.model.model.layers.0.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({f"{Q}.lora_B.weight": None}, ("missing-tensor", "'model.layers.0.q_proj'", "lora_B")),
+        (
+            {f"{Q}.lora_magnitude_vector": np.ones(4, np.float32)},
+            ("unexpected-tensor", "lora_magnitude_vector", "lora_A"),
+        ),
+        ({f"{Q}.bias": np.ones(4, np.float32)}, ("unexpected-tensor", "q_proj.bias", "lora_A", "lora_B")),
+        ({f"{Q}.lora_A.default.weight": np.ones((4, 32), np.float32)}, ("duplicate-name", "model.layers.0.q_proj")),
+        ({f"{Q}.lora_A.weight": np.ones((4, 32), np.int8)}, ("wrong-dtype", "lora_A.weight", "int8", "bfloat16")),
+        ({f"{Q}.lora_A.weight": np.ones((4, 32), np.float64)}, ("wrong-dtype", "lora_A.weight", "float64", "bfloat16")),
+        ({f"{Q}.lora_A.weight": np.ones((4, 8, 3, 3), np.float32)}, ("wrong-shape", "[4, 8, 3, 3]", "[64, 4]")),
+        ({f"{Q}.lora_B.weight": np.ones((64, 3), np.float32)}, ("wrong-shape", "[4, 32]", "[64, 3]", "[4, in]")),
+        ({f"{Q}.lora_B.weight": np.ones((65, 4), np.float32)}, ("wrong-shape", "bfloat16", "[64, 32]", "[65, 32]")),
+        (
+            {
+                f"{Q}.lora_embedding_A": np.ones((4, 64), np.float32),
+                f"{Q}.lora_embedding_B": np.ones((32, 4), np.float32),
+            },
+            ("duplicate-name", "'model.layers.0.q_proj.weight'"),
+        ),
+        (
+            {
+                "base_model.model.../../etc.lora_A.weight": np.ones((4, 64), np.float32),
+                "base_model.model.../../etc.lora_B.weight": np.ones((32, 4), np.float32),
+            },
+            ("no-match", "'../../etc.weight'"),
+        ),
+    ],
+)
+def test_matrices(
+    tmp_path: Path, base: reshard.Checkpoint, change: dict[str, Array | None], expected: tuple[str, ...]
+) -> None:
+    pairs = {name: one for name, one in {**matrices(weights()), **change}.items() if one is not None}
+    with refused(SourceError, *expected):
+        base.merge_lora(save(tmp_path / "lora", pairs))
+
+
+def test_weights(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    """Those that are not there, with the nearest; quantised ones; and everything at once."""
+    with refused(SourceError, "no-match", "3 faults", "'model.layers.0.down_proj.weight'"):
+        base.merge_lora(save(tmp_path / "other", renamed("layers.0", "layers.7")))
+    model = {**written(weights()), "model.layers.0.q_proj.weight": np.ones((64, 32), np.int8)}
+    quantised = reshard.open(write_file(tmp_path / "int8.safetensors", model))
+    with refused(SourceError, "wrong-dtype", "int8", "[64, 32]", "bfloat16", "float32"):
+        quantised.merge_lora(lora)
+
+
+def test_what_is_no_adapter(tmp_path: Path, base: reshard.Checkpoint) -> None:
+    with refused(SourceError, "not-an-adapter", "adapter_config.json"):
+        base.merge_lora(LoRA(str(tmp_path / "none")))
+    lora = save(tmp_path / "lora", matrices(weights()))
+    weights_file, config = (tmp_path / "lora" / name for name in ("adapter_model.safetensors", "adapter_config.json"))
+    weights_file.rename(tmp_path / "lora" / "adapter_model.bin")
+    with refused(SourceError, "unsupported-pickle", "adapter_model.bin", "adapter_model.safetensors"):
+        base.merge_lora(lora)
+    write_file(weights_file, {})
+    with refused(SourceError, "no-tensors", "lora_A", "lora_B"):
+        base.merge_lora(lora)
+    weights_file.write_bytes(b"\xff" * 100)
+    with refused(SourceError, "not-a-checkpoint", "adapter_model.safetensors"):
+        base.merge_lora(lora)
+    contents = {"[1]": "wrong-type", "{": "not-json", '{"r": 1, "r": 2}': "duplicate-key", "\xff": "not-json"}
+    for content, code in {**contents, "[" * 100_000: "not-json"}.items():
+        config.write_text(content, encoding="latin-1")
+        with refused(SourceError, code, "adapter_config.json"):
+            base.merge_lora(lora)
+
+
+def test_one_stage_of_a_pipeline(tmp_path: Path, lora: LoRA) -> None:
+    model = weights()
+    stages = Strategy.of(
+        {name: {int("q_proj" in name): Layout.of([1], [-1] * one.ndim)} for name, one in model.items()}
+    )
+    source = reshard.open(write_ranks(tmp_path / "src", written(model), stages), strategy=stages, stage=1)
+    with refused(UsageError, "one-stage"):
+        source.merge_lora(lora)
+
+
+# --- Adapters over layers of Conv1D and of Linear, which have one `fan_in_fan_out`: numpy's sums, and PEF ---
+
+CONV, LINEAR = True, False
+Layers = dict[str, tuple[int, int, bool]]  # rows of B, columns of A, and the kind
+
+
+def case(root: Path, layers: Layers, *, flag: bool, model_type: str = "", biases: bool = False) -> dict[str, Array]:
+    """Write a base and an adapter; return the merged weights: W + s B A, or W + s (B A)^T."""
+    rng, model, pairs, expected = np.random.default_rng(7), {}, {}, {}
+    for name, (out, columns, kind) in layers.items():
+        a, b = (rng.standard_normal(shape).astype("f4") for shape in ((RANK, columns), (out, RANK)))
+        weight = rng.standard_normal((columns, out) if kind else (out, columns)).astype("f4")
+        model[f"{name}.weight"] = weight
+        expected[f"{name}.weight"] = weight + np.float32(ALPHA / RANK) * ((b @ a).T if kind else b @ a)
+        if biases:
+            model[f"{name}.bias"] = expected[f"{name}.bias"] = rng.standard_normal(out).astype("f4")
+        pairs |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+    write_file(root / "base" / "model.safetensors", model)
+    if model_type:
+        (root / "base" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    save(root / "lora", pairs, fan_in_fan_out=flag)
+    return expected
+
+
+def assert_merged(root: Path, expected: dict[str, Array]) -> None:
+    found = reshard.open(root / "base").merge_lora(str(root / "lora"))
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(np.asarray(found[name]), value, atol=1e-5, err_msg=name)
+
+
+SQUARE: Layers = {"h.0.attn.c_proj": (8, 8, CONV)}
+HEAD: Layers = {"lm_head": (10, 8, LINEAR)}
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize(
+    ("layers", "model_type", "biases"),
+    [
+        ({"any.wide": (24, 8, CONV), "any.other": (10, 8, LINEAR)}, "", False),
+        (SQUARE | HEAD, "gpt2", False),
+        (SQUARE | HEAD, "openai-gpt", False),
+        (SQUARE | {"score": (8, 8, LINEAR)}, "gpt2", False),
+        (SQUARE | {"h.0.mlp.c_proj": (8, 32, CONV)} | HEAD, "", False),
+        (SQUARE | {"h.0.mlp.c_proj": (8, 32, CONV)} | HEAD, "", True),
+        ({"h.0.attn.c_proj": (8, 8, LINEAR), "h.0.mlp.c_proj": (8, 32, LINEAR)}, "", True),
+        ({"h.0.attn.c_proj": (8, 8, LINEAR), "score": (8, 8, LINEAR)}, "gpt_bigcode", False),
+    ],
+)
+def test_shapes_then_names_and_model_type(
+    tmp_path: Path, layers: Layers, model_type: str, biases: bool, flag: bool
+) -> None:
+    """Whatever the flag says, which belongs to the layer that PEFT wrapped last."""
+    assert_merged(tmp_path, case(tmp_path, layers, flag=flag, model_type=model_type, biases=biases))
+
+
+def test_square_layers_of_llama_need_no_config(tmp_path: Path) -> None:
+    layers: Layers = {f"layers.0.{name}": (8, 8, LINEAR) for name in ("q_proj", "k_proj", "o_proj")}
+    assert_merged(tmp_path, case(tmp_path, layers | {"layers.0.up_proj": (24, 8, LINEAR)}, flag=False))
+
+
+@pytest.mark.parametrize(
+    ("layers", "flag"),
+    [
+        (SQUARE | HEAD, False),
+        ({"x.mix": (8, 8, CONV), "x.wide": (24, 8, CONV)} | HEAD, False),
+        ({"x.mix": (8, 8, LINEAR), "x.wide": (24, 8, CONV)}, True),
+    ],
+)
+def test_square_layers_that_may_be_either(tmp_path: Path, layers: Layers, flag: bool) -> None:
+    case(tmp_path, layers, flag=flag)
+    square = next(iter(layers))
+    with refused(SourceError, "unknown-kind", f"'{square}.weight'", "8 x 8", "config.json"):
+        reshard.open(tmp_path / "base").merge_lora(str(tmp_path / "lora"))
+    command = ("convert", tmp_path / "base", tmp_path / "out", "--to", "hf", "--lora", tmp_path / "lora")
+    failed(4, "unknown-kind", *command, places=(square,))
+    assert not (tmp_path / "out").exists()

@@ -162,23 +162,17 @@ def test_words_that_go_round() -> None:
     [
         ("", ("not-rules", "reshard-rules (1), sides and rules")),
         ("[]", ("not-rules", "rules.yaml")),
-        ("a: 1", ("not-rules", "reshard-rules None")),
         ("reshard-rules: 2\nsides: [a, b]\nrules: []", ("not-rules", "reshard-rules 2")),
         ("mesh: {}\noperators: {}", ("not-rules", "the key reshard-rules")),
         (HEAD + "rules: []", ("bad-value", "$.rules", "list of 0")),
-        (HEAD + "rules: {}", ("bad-value", "$.rules", "dict")),
-        (HEAD + "rules: [" + "{a: x, b: y}," * 10_001 + "]", ("bad-value", "$.rules", "10,001", "10,000")),
         ("reshard-rules: 1\nrules: [{a: x, b: y}]", ("bad-value", "$.sides is None")),
         ("reshard-rules: 1\nsides: [a, a]\nrules: [{a: x}]", ("bad-value", "$.sides is ['a', 'a']")),
-        ("reshard-rules: 1\nsides: [a, optional]\nrules: [{a: x}]", ("bad-value", "$.sides")),
-        ("reshard-rules: 1\nsides: [a, b, a]\nrules: [{a: x}]", ("bad-value", "$.sides")),
         (HEAD + "more: 1\nrules: [{a: x, b: y}]", ("unknown-key", "$.more", "config, let, note, reshard-rules, rules")),
         (HEAD + "let: [1]\nrules: [{a: x, b: y}]", ("bad-value", "$.let")),
-        (HEAD + "note: 1\nrules: [{a: x, b: y}]", ("wrong-type", "$.note")),
         (HEAD + "let: {config: 1}\nrules: [{a: x, b: y}]", ("bad-value", "$.let")),
         (HEAD + "let: {x: 1.5}\nrules: [{a: x, b: y}]", ("bad-value", "$.let")),
-        (HEAD + "let: {x: true}\nrules: [{a: x, b: y}]", ("bad-value", "$.let")),
         (HEAD + "config: [1]\nrules: [{a: x, b: y}]", ("wrong-type", "configuration", "list")),
+        (HEAD + "note: 1\nrules: [{a: x, b: y}]", ("wrong-type", "$.note")),
     ],
 )
 def test_what_is_not_rules(tmp_path: Path, text: str, expected: tuple[str, ...]) -> None:
@@ -191,9 +185,7 @@ def test_what_is_not_rules(tmp_path: Path, text: str, expected: tuple[str, ...])
     [
         ("x: [", ("not-yaml", "line 1")),
         (HEAD + "rules: &a [*a]", ("not-yaml", "line 3", "alias")),
-        (HEAD + "rules: [{a: *x, b: u}]", ("not-yaml", "line 3", "*")),
         (HEAD + "rules: [{a: !!python/object:os.system x, b: u}]", ("not-yaml", "line 3", "python/object:os.system")),
-        (HEAD + "rules: [{a: x, b: {concat: a.{l}.w, by: e}}]", ("not-yaml", "line 3")),
         (HEAD + "rules:\n - {a: x, a: z, b: y}", ("duplicate-key", "line 4", "'a'")),
         (HEAD + "rules: " + "[rules: " * 3000, ("too-deep", "rules.yaml")),
         (HEAD + "config: none.json\nrules: [{a: x, b: y}]", ("not-found", "none.json")),
@@ -205,71 +197,46 @@ def test_files_that_are_not_read(tmp_path: Path, text: str, expected: tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "place"),
-    [("let: [x]", "bad-value", "$.let"), ("let: word", "bad-value", "$.let"),
-     ("config: 2024-01-01", "wrong-type", "configuration")],
-)  # fmt: skip
-def test_words_and_numbers_of_another_kind(tmp_path: Path, text: str, code: str, place: str) -> None:
-    file = tmp_path / "rules.yaml"
-    file.write_text(f"reshard-rules: 1\nsides: [a, b]\nrules: [{{a: w, b: w}}]\n{text}\n")
-    with refused(UsageError, code, place):
-        Rules.read(file, let={"layers": 2})
-
-
-@pytest.mark.parametrize(
     ("rule", "expected"),
     [
         ("5", ("bad-rule", "is 5")),
         ("{a: x}", ("bad-rule", "'a'", "'x'")),
-        ("{a: x, b: y, c: z}", ("bad-rule", "'a'", "'x'", "'b'", "'y'")),
         ("{a: x, b: y, optional: 1}", ("wrong-type", "optional")),
         ("{a: {stack: x}, b: {stack: y}}", ("no-names",)),
-        ("{a: null, b: null}", ("no-names",)),
         ("{a: {stack: x, by: l}, b: null}", ("no-names",)),
         ("{a: [x, y], b: [u, v]}", ("no-names",)),
-        ("{a: [], b: u}", ("no-names",)),
         ("{a: [x, y], b: null}", ("wrong-type", ".a", "'x'", "'y'")),
         ("{a: 5, b: u}", ("wrong-type", ".a", "is 5")),
-        ("{a: yes, b: u}", ("wrong-type", ".a")),
         ("{a: '', b: u}", ("bad-name", ".a")),
         ("{a: 'x{l', b: u}", ("bad-pattern", ".a", "{layer}")),
-        ("{a: 'x*', b: u}", ("bad-pattern", ".a")),
         ("{a: [x, y], b: z}", ("wrong-count", "2 parts")),
         ("{a: 'x{l}', b: u}", ("unmatched-word", "has l in")),
-        ("{a: 'x.*', b: '*.u.*'}", ("unmatched-word", "*2")),
         ("{a: 'x{l}', b: 'u{k}'}", ("unmatched-word", "has k, l in")),
         ("{a: 'x{l}', b: {stack: u}}", ("missing-option", "name in `by`")),
         ("{a: 'x{l}', b: {stack: u, by: k}}", ("unmatched-word", "has l in")),
         ("{a: 'x{l}', b: {stack: 'u{l}', by: l}}", ("conflicting-options", "has l both")),
         ("{a: 'x{l}', b: {stack: u, by: 5}}", ("bad-value", ".b.by", "is 5")),
         ("{a: 'x{l}', b: {stack: u, by: [l, l]}}", ("bad-value", ".b.by", "'l'")),
-        ("{a: 'x{l}', b: {stack: u, by: [[l]]}}", ("bad-value", ".b.by", "'l'")),
-        ("{a: 'x{l}', b: {stack: u, by: {l: 1.5}}}", ("bad-value", ".b.by", "'l'", "1.5}")),
         ("{a: x, b: {join: u}}", ("unknown-verb", ".b", "'join'", "'u'")),
         ("{a: x, b: {concat: u, pad: v}}", ("unknown-verb", ".b", "'concat'", "'u'", "'pad'")),
         ("{a: x, b: {concat: u, group: 2}}", ("unknown-key", ".b.group")),
         ("{a: [x, y], b: {concat: u, axis: a}}", ("bad-value", ".b.axis", "'a'")),
         ("{a: [x, y], b: {concat: u, axis: 99}}", ("bad-value", ".b.axis", "is 99")),
-        ("{a: [x, y], b: {concat: u, axis: true}}", ("bad-value", ".b.axis")),
-        ("{a: [x, y], b: {concat: u, sizes: 5}}", ("bad-value", ".b.sizes", "is 5")),
-        ("{a: [x, y], b: {concat: u, sizes: [1.5, 2]}}", ("bad-value", ".b.sizes", "1.5")),
         ("{a: [x, y], b: {concat: u, sizes: [1, 2, 3]}}", ("wrong-count", "3 sizes", "2 parts")),
         ("{a: [x, y], b: {interleave: u, groups: [1]}}", ("bad-value", ".b.groups", "[1]")),
         ("{a: x, b: {interleave: u}}", ("missing-option", "halves")),
-        ("{a: x, b: {interleave: u, halves: 2}}", ("missing-option", "groups")),
         ("{a: x, b: {transpose: u, halves: 2}}", ("missing-option", "rules[1]")),
         ("{a: x, b: {transpose: u, rows: 3}}", ("bad-value", ".b.rows")),
-        ("{a: x, b: {transpose: u, columns: [[]]}}", ("bad-value", ".b.columns")),
         ("{a: x, b: {stack: u, at: -1}}", ("bad-value", ".b.at")),
-        ("{a: x, b: {transpose: u, at: 1}}", ("conflicting-options", "rules[1]")),
         ('{a: "x{n}", b: {stack: u, by: n, at: 1, flat: true}}', ("conflicting-options", "rules[1]")),
         ("{a: x, b: {interleave: u, halves: 1, groups: 2}}", ("bad-value", ".b.halves", "is 1", "from 2")),
         ("{a: [x, y], b: {interleave: u, halves: 2, groups: 2}}", ("conflicting-options", "halves")),
         ("{a: [x, y], b: {pad: u, to: 5}}", ("wrong-count", "2 parts")),
         ("{a: ['x{l}', 'y{l}'], b: {tie: u, by: l}}", ("conflicting-options", "ties")),
         ("{a: x, b: {rename: u, flat: true}}", ("missing-option", "flat", "name in `by`")),
-        ("{a: x, b: {rename: u, flat: 1}}", ("bad-value", ".b.flat", "is 1")),
         ("{a: x, b: {rename: u, transposed: 1}}", ("wrong-type", ".b.transposed", "is 1")),
+        ("{a: [x, y], b: {concat: u, sizes: [1.5, 2]}}", ("bad-value", ".b.sizes", "1.5")),
+        ("{a: x, b: {interleave: u, halves: 2}}", ("missing-option", "groups")),
     ],
 )
 def test_a_rule_that_is_refused(tmp_path: Path, rule: str, expected: tuple[str, ...]) -> None:
