@@ -139,15 +139,6 @@ def test_make_writes_what_mindspore_compiles(real: Path, tmp_path: Path, text: s
     done("convert", *source(real), tmp_path / "out", "--target-strategy", output)
 
 
-def test_make_in_a_pipeline(real: Path, tmp_path: Path) -> None:
-    text = RULES + 'pipeline: {"*layer1.*": 0, "*": [1]}\n'
-    output = tmp_path / "dst.ckpt"
-    result = done("strategy", "make", written(tmp_path / "r.yaml", text), "--like", *source(real), "-o", output)
-    assert result.stdout == f"wrote {output}: 12 tensors over 8 ranks in 2 stages\n"
-    made = reshard.read_strategy(output)
-    assert made.stages_of("net.layer1.weight") == made.stages_of("moments.net.layer1.weight") == (0,)
-
-
 def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
     rules, output = written(tmp_path / "r.yaml", RULES), written(tmp_path / "dst.ckpt", "mine")
     failed(6, "already-exists", "strategy", "make", rules, "--like", *source(real), "-o", output, places=(output,))
@@ -185,6 +176,14 @@ def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
             ["inputs-disagree"],
             ["$.operators['w']", " k ", " 1 and 2 "],
         ),
+        ("\x00", ["not-yaml"], ["#x0000"]),
+        (
+            "mesh: {a: 2}\nrules: {w: {mesh: {b: x}, layout: 3}}",
+            ["out-of-range", "devices-differ", "wrong-type"],
+            ["$.rules['w'].mesh.b is 'x'", "$.rules['w'].layout is 3"],
+        ),
+        ("mesh: {a: 2}\nrules: {w: {mesh: {b: 2}}}", ["wrong-type"], ["$.rules['w'] is {'mesh': {'b': 2}}"]),
+        ("devices: 4\noperators: [1]", ["wrong-type"], ["$.operators is [1]"]),
     ],
 )
 def test_rules_files_that_are_none(tmp_path: Path, text: str, codes: list[str], places: list[str]) -> None:
@@ -328,3 +327,14 @@ def test_make_says_that_optimizer_parallel_cut_nothing(tmp_path: Path, threshold
     assert ("warning: optimizer_parallel" in result.stderr) == is_warned
     made = json.loads((tmp_path / "s.json").read_text())["parallel_layout_item"]["w"]
     assert bool(made["opt_weight_shard_size"]) != is_warned
+
+
+def test_check_tells_of_shapes_and_optimizer_states(real: Path, tmp_path: Path) -> None:
+    opened = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
+    shapes = {name: t.spec.shape for name, t in opened.tensors.items() if t.listed}
+    weights = {name: shape for name, shape in shapes.items() if not name.startswith("moments")}
+    warnings = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened._record)
+    assert warnings[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy, not in the files"
+    assert "tensor 'moments.net.layer1.bias' is in the files, not in the strategy" in warnings
+    with refused(reshard.ReshardError, "wrong-shape", "'net.layer1.bias'", "[32]", "[64]"):
+        check(Strategy.from_rules({**shapes, "net.layer1.bias": (64,)}, {"dp": 2}, {}), opened._record)
