@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +19,6 @@ import reshard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-TORCH = os.environ.get("RESHARD_TORCH_PYTHON", "")
 
 BESIDE = {
     "config.json": b'{"model_type": "llama"}',
@@ -169,53 +164,3 @@ def test_what_is_lost_is_said(root: Callable[[str], Path], source: Path, tmp_pat
     assert "warning: optim.param_groups.0.lr, " in said
     said = done("convert", source, tmp_path / "other", "--to", to).output
     assert ("left out: README.md, " in said) == (to != "hf")
-
-
-TRAIN = """
-import sys, torch, torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-def trained(seed, steps):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.02, "weight_decay": 0.3}]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    for number in range(steps):
-        optimizer.zero_grad()
-        model(torch.full((2, 8), float(number))).square().mean().backward()
-        optimizer.step()
-        schedule.step()
-    return model, optimizer, schedule
-
-def state_of(model, optimizer, schedule):
-    weights, states = get_state_dict(model, optimizer)
-    return {"model": weights, "optim": states, "schedule": schedule.state_dict(), "epoch": 3, "notes": {"text": "é"}}
-
-if sys.argv[1] == "save":
-    dcp.save(state_of(*trained(0, 4)), checkpoint_id=sys.argv[2], no_dist=True)
-else:
-    expected, (model, optimizer, schedule) = trained(0, 4), trained(7, 1)
-    state = state_of(model, optimizer, schedule) | {"epoch": 0, "notes": {"text": ""}}
-    dcp.load(state, checkpoint_id=sys.argv[2], no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    for one, other in zip(optimizer.param_groups, expected[1].param_groups):
-        assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
-    for one, other in zip(model.parameters(), expected[0].parameters()):
-        assert torch.equal(one, other)
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            assert torch.equal(optimizer.state[one][key], expected[1].state[other][key])
-    assert (state["epoch"], state["notes"], state["schedule"]["last_epoch"]) == (3, {"text": "é"}, 4)
-"""
-
-
-@pytest.mark.torch
-@pytest.mark.skipif(not TORCH, reason="RESHARD_TORCH_PYTHON names no Python that has PyTorch")
-def test_a_training_goes_on_from_what_went_through_a_store(tmp_path: Path) -> None:
-    def run(*words: object) -> None:
-        subprocess.run([TORCH, "-W", "ignore", "-c", TRAIN, *map(str, words)], check=True, stdout=sys.stderr)
-
-    run("save", tmp_path / "saved")
-    done("convert", tmp_path / "saved", tmp_path / "store.zarr")
-    done("convert", tmp_path / "store.zarr", tmp_path / "back", "--to=dcp")
-    run("load", tmp_path / "back")

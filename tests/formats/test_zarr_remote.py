@@ -13,8 +13,8 @@ from checkpoints import tree, write_file, write_ranks
 from commands import least_memory
 from faulty import Faults, raising
 from refusals import refused
-from remotes import Requests, at_urls, changing, get, put
-from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, SOURCE, TARGET, assert_same, source
+from remotes import Requests, at_urls, get, put
+from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, TARGET, assert_same, source
 
 import reshard
 from reshard import Layout, Strategy, ZarrGroup
@@ -147,14 +147,6 @@ def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str)
     source.to_zarr(f"{root}/z", selection=bits, overwrite=True)  # what it removes, a run wrote
     source.to_zarr(f"{root}/new", selection=bits)
     assert get(f"{root}/z") == get(f"{root}/new")
-
-
-def test_a_source_that_changes_is_refused(root: str, tmp_path: Path) -> None:
-    put(write_ranks(tmp_path / "src", FULL, SOURCE), f"{root}/src")
-    plan = reshard.plan(reshard.open(f"{root}/src", strategy=SOURCE), files=ZarrGroup())
-    with refused(TargetError, "source-changed", "checkpoint_1.safetensors"):
-        plan.run(f"{root}/z", scheduler="synchronous", progress=changing(plan._record.source.files[1].path))
-    assert get(f"{root}/z") == {}
 
 
 def test_large_chunks_are_sent_in_parts(

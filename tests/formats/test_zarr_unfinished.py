@@ -22,7 +22,7 @@ from reshard.core.run.settings import TaskOptions
 from reshard.core.run.state.session import Session
 from reshard.core.run.tasks import close_files, commit_files, create_files, move_task, withdraw_index
 from reshard.core.storage.base import stem_of_unfinished, unfinished_path
-from reshard.errors import BudgetError, SourceError, TargetError
+from reshard.errors import SourceError, TargetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,30 +48,6 @@ def test_the_group_is_there_when_all_is(
     source.to_zarr(store, compression=compression)
     assert order[-1] == f"{store}/zarr.json"
     assert set(order) == {str(path) for path in store.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_a_failure_leaves_nothing(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
-) -> None:
-    store = tmp_path / "z"
-    real, count = os.pwrite, 0
-
-    def pwrite(fd: int, content: memoryview, offset: int) -> int:
-        nonlocal count
-        count += 1
-        if count == 12:
-            raise OSError(28, "No space left on device")
-        return real(fd, content, offset)
-
-    plan = reshard.plan(source, files=ZarrGroup(chunk_size=400, compression=compression))
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", pwrite)
-        with refused(BudgetError, "no-space"):
-            plan.run(store)
-    assert not list(store.rglob("*"))
-    plan.run(store)  # the same plan again: nothing of the failed run is remembered
-    assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
 
 
 class Killed(BaseException):
