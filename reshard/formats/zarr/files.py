@@ -180,19 +180,14 @@ def _is_other(path: object) -> SourceError:
     return SourceError(f"{path} is not a regular file; expected a chunk", code="not-a-file")
 
 
-def read_metadata(files: StoreFiles, path: Place) -> dict[str, Any]:
-    """Read a `zarr.json`.
+def parse_metadata(path: object, text: bytes) -> dict[str, Any]:
+    """Parse and check a `zarr.json`.
 
     As the specification requires, an unknown key is ignored only if its `must_understand` is false.
 
     Raises:
-        SourceError: it does not exist, is not valid, or has unknown keys.
+        SourceError: it is not valid, or has unknown keys.
     """
-    return parse_metadata(path, files.read_metadata(path))
-
-
-def parse_metadata(path: object, text: bytes) -> dict[str, Any]:
-    """Parse and check a `zarr.json`; see `read_metadata`."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

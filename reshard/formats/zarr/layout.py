@@ -218,11 +218,6 @@ class Array:
         """Every block of every file."""
         return tuple(block for unit in self.units for block in unit.blocks)
 
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """The offset of each block in its file's contents, in bytes."""
-        return tuple(start for unit in self.units for start in unit.starts)
-
     def _unit(self, position: Shape, inner: Shape, whole: bool) -> Unit:
         path = SEPARATOR.join(("c", *map(str, position)))
         blocks = list(parts(self.shape, self.chunk, position, inner))

@@ -32,7 +32,7 @@ from reshard.formats.zarr.array import ArrayMetadata, clipped, parse_json_v2, pa
 from reshard.formats.zarr.carried import CHUNK, KINDS, parse
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.chunks import Encoded, slab_bytes
-from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes, read_metadata, strings
+from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes, parse_metadata, strings
 from reshard.formats.zarr.layout import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
 from reshard.kits.chunks.decoding import Decoding, Fill
 from reshard.kits.torch.carried import BUCKET, BUCKETS
@@ -71,7 +71,7 @@ def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: 
         raise SourceError(
             f"{root} is an unfinished zarr store: it has no {METADATA}", code="unfinished", hint="write it again"
         )
-    metadata = read_metadata(files, top)
+    metadata = parse_metadata(top, files.read_metadata(top))
     if metadata.get("node_type") != "group":
         raise _not_a_group(top, metadata.get("node_type"))
     store = _Store(files, top, own_notes(metadata))
@@ -88,7 +88,7 @@ def store_notes(root: Place) -> dict[str, Any] | None:
     """Return the notes of this program in a store; None if it is unfinished or missing."""
     files = StoreFiles(root, below=False)
     top = files.base / METADATA
-    return None if files.status(top) is None else own_notes(read_metadata(files, top))
+    return None if files.status(top) is None else own_notes(parse_metadata(top, files.read_metadata(top)))
 
 
 class _ArrayInStore(NamedTuple):
@@ -172,7 +172,7 @@ class _Store:
     def arrays(self, directory: Place, depth: int) -> Iterator[_ArrayInStore]:
         """Yield the arrays of format 3, by name, but the one of what is carried."""
         for path in self.disk.directories(directory):
-            metadata = read_metadata(self.disk, path / METADATA)
+            metadata = parse_metadata(path / METADATA, self.disk.read_metadata(path / METADATA))
             if metadata.get("node_type") == "group":
                 if depth < _DEEPEST:
                     yield from self.arrays(path, depth + 1)
