@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 RESHARD = [sys.executable, "-m", "reshard"]
@@ -57,18 +55,6 @@ def measured(*command: str) -> Measured:
     *times, peak = figures.split()
     seconds, own, kernel = map(float, times)
     return Measured(seconds, own + kernel, own, int(peak), done.returncode, out, done.stderr)
-
-
-def report(results: Mapping[str, Sequence[tuple[float, int]]], peer: str = "") -> None:
-    """Print the seconds and the peak memory of each arm, and its ratio to a peer."""
-    medians = {name: statistics.median(seconds for seconds, _ in runs) for name, runs in results.items()}
-    for name, runs in results.items():
-        seconds = [each for each, _ in runs]
-        ratio = f", {medians[name] / medians[peer]:.2f} x {peer}" if peer else ""
-        peak = max(each for _, each in runs)
-        sys.stdout.write(
-            f"{name:14} {medians[name]:6.2f} s ({min(seconds):.2f}-{max(seconds):.2f}){ratio}, {peak / 1e6:,.0f} MB\n"
-        )
 
 
 _PLANNING = """
