@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from ms_files import (
     BFLOAT16,
-    Array,
     assert_same,
     refused_as_mindspore,
     warnings_logged,  # noqa: F401 -- applies to every test here
@@ -22,8 +21,6 @@ from reshard.mindspore.network import NetworkError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-Place = Parameter | Array
 
 
 def parameter(value: Any, name: str = "w", dtype: str = "float32") -> Parameter:

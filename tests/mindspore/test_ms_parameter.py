@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,38 +11,8 @@ from reshard.mindspore.communication import get_group_size, get_rank, init
 import reshard.mindspore as ms
 from reshard.errors import UsageError
 from reshard.mindspore import Parameter, Tensor
-from reshard.mindspore.parameter import as_tensor
 
 WEIGHT = np.arange(16, dtype=np.float32).reshape(2, 8)
-
-
-def test_the_tutorials_lines_of_integrating_run_as_printed() -> None:
-    """r1.5: convert `param_dict` to `param_list`."""
-    param_dict = {"weight": Parameter(Tensor(WEIGHT), "weight"), "plain": Parameter(WEIGHT, "plain")}
-    param_list = []
-    for key, value in param_dict.items():
-        each_param: dict[str, Any] = {}
-        each_param["name"] = key
-        param_data = value.data if isinstance(value.data, Tensor) else Tensor(value.data)
-        each_param["data"] = param_data
-        param_list.append(each_param)
-    assert [item["name"] for item in param_list] == ["weight", "plain"]
-    assert all(type(item["data"]) is Tensor and (item["data"].asnumpy() == WEIGHT).all() for item in param_list)
-
-
-def test_the_tutorials_lines_of_dividing_run_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """r1.5: divide a parameter and keep this rank's slice."""
-    monkeypatch.setenv("RANK_ID", "1")
-    monkeypatch.setenv("RANK_SIZE", "2")
-    init()
-    new_param = Parameter(Tensor(WEIGHT), "weight")
-    slice_list = np.split(new_param.data.asnumpy(), 2, axis=0)
-    rank = get_rank()
-    tensor_slice = Tensor(slice_list[rank])
-    new_param.set_data(tensor_slice, True)
-    assert new_param.shape == (1, 8)
-    assert new_param.sliced
-    assert new_param.asnumpy().tolist() == [list(range(8, 16))]
 
 
 def test_a_parameter_shows_itself_as_mindspores_does() -> None:
@@ -115,16 +81,6 @@ def test_numpy_takes_tensors_for_arrays() -> None:
         tensor.__array__(np.float64, copy=False)  # as numpy 2 asks for it
 
 
-def test_parameters_are_hashed_by_identity_and_travel() -> None:
-    parameter = Parameter(Tensor(WEIGHT), "w", layerwise_parallel=True)
-    assert len({parameter, Parameter(Tensor(WEIGHT), "w")}) == 2
-    pickled = pickle.loads(pickle.dumps(parameter))  # noqa: S301 -- its own
-    for other in (pickled, copy.deepcopy(parameter)):
-        assert repr(other) == repr(parameter)
-        assert (other == parameter).all()
-        assert other.layerwise_parallel
-
-
 def test_a_parameter_has_a_name_whatever_happens() -> None:
     unnamed = Parameter(WEIGHT)
     assert unnamed.name.startswith("Parameter#")
@@ -161,23 +117,6 @@ def test_set_data_keeps_the_dtype() -> None:
 def test_what_no_checkpoint_holds_is_refused(value: object, place: str) -> None:
     with pytest.raises(TypeError, match=place):
         Tensor(value)
-
-
-def test_arrays_of_other_libraries_become_tensors() -> None:
-    class OfMindSpore:
-        def asnumpy(self) -> np.ndarray[Any, Any]:
-            return WEIGHT
-
-    class OfAnother:
-        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray[Any, Any]:
-            return WEIGHT
-
-    for value in (OfMindSpore(), OfAnother(), WEIGHT, Parameter(WEIGHT, "w")):
-        tensor = as_tensor(value, "w")
-        assert type(tensor) is Tensor
-        assert (tensor == WEIGHT).all()
-    with pytest.raises(TypeError, match="'w'.*list"):
-        as_tensor([1.0], "w")
 
 
 # --- launch ---

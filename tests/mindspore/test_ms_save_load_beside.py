@@ -8,19 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import done
 from ms_files import (
     KEY,
     MODES,
-    RNG,
     assert_same,
-    ms_arrays,
     tensors,
     warnings_logged,  # noqa: F401 -- applies to every test here
 )
 from test_mindspore_peer import PYTHON, mindspore
 
-import reshard
 import reshard.mindspore as ms
 
 needs_mindspore = [
@@ -65,28 +61,6 @@ for path, options in calls:
 """
 )
 
-INTO = (
-    COMMON
-    + """
-sys.path.insert(0, sys.argv[2])
-try:
-    import ml_dtypes
-except ImportError:
-    print("LACKING")
-    sys.exit()
-import reshard.mindspore as rs
-class Net(ms.nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.w = ms.Parameter(ms.Tensor(np.zeros((7,), np.float32)).astype(ms.bfloat16), name="bf")
-        self.v = ms.Parameter(ms.Tensor(np.zeros((4, 3), np.float32)), name="layer.float32")
-        self.u = ms.Parameter(ms.Tensor(np.zeros((4, 3), np.float32)), name="other")
-net = Net()
-lists = rs.load_param_into_net(net, rs.load_checkpoint(sys.argv[1]))
-rs.save_checkpoint(net, sys.argv[1] + ".again.ckpt")
-print("RESULT" + json.dumps([lists, {p.name: bits(p) for p in net.get_parameters()}]))
-"""
-)
 
 APPEND = {"epoch": 3, "lr": 0.5, "flag": True, "note": "漢字 😀", "empty": ""}
 
@@ -170,56 +144,6 @@ class TestBesideMindSpore:
                         assert Path(again).read_bytes() == Path(path).read_bytes()
                     else:
                         assert safetensors_parts(again) == safetensors_parts(path)
-
-    @pytest.mark.parametrize("mode", [None, *MODES])
-    @pytest.mark.parametrize("command", ["transform", "convert"])
-    def test_mindspore_loads_what_a_command_encrypts(self, tmp_path: Path, command: str, mode: str | None) -> None:
-        given = {"w": RNG.integers(0, 1 << 30, (11, 300_007)).astype(np.int32), "v": np.arange(5, dtype=np.int32)}
-        format = "safetensors" if command == "convert" else "ckpt"
-        source = tmp_path / "source" / "rank_0" / f"x.{format}"
-        source.parent.mkdir(parents=True)
-        ms.save_checkpoint(given, source, format=format)
-        (tmp_path / "key").write_bytes(KEY)
-        options = ["--encryption", mode] if mode else []
-        options += ["--format", "ckpt", "--target-key-file", tmp_path / "key"]
-        done(command, source if command == "transform" else source.parent.parent, tmp_path / "out", *options)
-        (written,) = (tmp_path / "out" / "rank_0").glob("*.ckpt")
-        options = {"dec_key": KEY.hex()} | ({"dec_mode": mode} if mode else {})
-        printed = mindspore(LOAD, json.dumps([(str(written), options)]))
-        assert json.loads(printed.split("RESULT")[1]) == [as_json(given)]
-
-    def test_several_encrypted_blocks_both_ways(self, tmp_path: Path) -> None:
-        """150 MB: three blocks, the last one short."""
-        given = {"w": RNG.integers(0, 1 << 30, (37, 1_000_003)).astype(np.int32), "v": np.arange(5, dtype=np.int32)}
-        plain, path = str(tmp_path / "plain.ckpt"), str(tmp_path / "x.ckpt")
-        ms.save_checkpoint(given, plain)
-        script = """
-import sys, mindspore as ms
-plain, path, mode = sys.argv[1:]
-key = b"0123456789ABCDEF"
-loaded, given = ms.load_checkpoint(path, dec_key=key, dec_mode=mode), ms.load_checkpoint(plain)
-assert all((loaded[name].asnumpy() == given[name].asnumpy()).all() for name in ("w", "v"))
-ms.save_checkpoint(given, path, enc_key=key, enc_mode=mode)
-"""
-        for mode in MODES:
-            ms.save_checkpoint(given, path, enc_key=KEY, enc_mode=mode)
-            mindspore(script, plain, path, mode)
-            assert_same(ms.load_checkpoint(path, dec_key=KEY, dec_mode=mode), given)
-            Path(path).unlink()
-
-    def test_a_mindspore_network_is_loaded_and_saved(self, tmp_path: Path) -> None:
-        given = tensors()
-        ms.save_checkpoint(given, tmp_path / "x.ckpt")
-        printed = mindspore(INTO, str(tmp_path / "x.ckpt"), str(Path(reshard.__file__).parent.parent))
-        if "LACKING" in printed:
-            pytest.skip("the Python that has MindSpore has no ml_dtypes, which reshard needs")
-        lists, values = json.loads(printed.split("RESULT")[1])
-        assert lists == [["other"], [name for name in given if name not in {"bf", "layer.float32"}]]
-        assert {name: values[name] for name in ("bf", "layer.float32")} == {
-            name: value for name, value in as_json(given).items() if name in {"bf", "layer.float32"}
-        }
-        again = ms.load_checkpoint(str(tmp_path / "x.ckpt.again.ckpt"))
-        assert as_json(ms_arrays(again)) == values
 
     def test_the_lists_are_mindspores(self) -> None:
         script = """

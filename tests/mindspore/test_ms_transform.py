@@ -21,7 +21,7 @@ import reshard.mindspore as ms
 from reshard.core.layout.layout import Layout
 from reshard.errors import SourceError, StrategyError, TargetError, UsageError
 from reshard.mindspore.arguments import check_order
-from reshard.strategy.strategy import Placed, Strategy
+from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -420,20 +420,6 @@ def test_a_source_file_is_never_overwritten(source: Path) -> None:
     assert tree(source) == before
 
 
-def test_an_expanded_json_layout_as_a_dict(tmp_path: Path) -> None:
-    """A nested layout as JSON has it; MindSpore cannot read its own."""
-    nested = Layout.of([2, 2], [(1, 0), -1])
-    strategy = Strategy({"w": (Placed(0, nested, (8, 6)),)}, range(1), 4)
-    reshard.write_strategy(strategy, tmp_path / "s.json")
-    content = json.loads((tmp_path / "s.json").read_text())
-    assert len(content["parallel_layout_item"]["w"]["tensor_map"]) == 3
-    whole = numbers({"w": (8, 6)})
-    root = write_ranks(tmp_path / "src", whole, Strategy.of({"w": nested}), "ckpt")
-    found = ms.build_searched_strategy(tmp_path / "s.json")
-    ms.transform_checkpoints(root, tmp_path / "out", "checkpoint_", found, Strategy.of({"w": Layout.of([3], [-1, 0])}))
-    assert_rank_files(tmp_path / "out", whole, Strategy.of({"w": Layout.of([3], [-1, 0])}))
-
-
 # --- MindSpore itself ---
 
 with_mindspore = pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore")
@@ -448,15 +434,6 @@ found = {n: [(a.name, repr(a.default)) for a in inspect.signature(getattr(p, n))
 print("RESULT" + json.dumps(found))
 """
 
-GO_ON = """
-import sys
-import mindspore as ms
-root, back, merged, target, extension = sys.argv[1:6]
-ms.transform_checkpoints(root, back, "back_", merged, target, output_format=extension)
-loaded = ms.load_segmented_checkpoints(sys.argv[6]) if extension == "ckpt" else {}
-print("RESULT", sorted(loaded))
-"""
-
 
 @pytest.mark.mindspore
 @with_mindspore
@@ -466,73 +443,3 @@ def test_the_signatures_are_mindspores() -> None:
         own = inspect.signature(getattr(ms, name)).parameters.values()
         given = [[p.name, repr(p.default)] for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
         assert given == parameters, name
-
-
-@pytest.mark.mindspore
-@with_mindspore
-@pytest.mark.parametrize("extension", ["ckpt", "safetensors"])
-def test_mindspore_goes_on_from_a_pipeline_that_was_merged_and_cut_here(
-    mindspore_data: Path, tmp_path: Path, extension: str
-) -> None:
-    """Its transform reads the files and the merged strategy written here; its segmented load reads the parts."""
-    stages = mindspore_data / "strategies" / "pipe_tut8_ckpt"
-    pipeline = reshard.read_strategy(stages)
-    ms.merge_pipeline_strategys(stages, tmp_path / "merged.ckpt")
-    four = mindspore_data / "real" / "tut_dst4_opt"
-    ms.transform_checkpoints(
-        four / extension, tmp_path / "pipeline", "checkpoint_", four / "strategy_0.ckpt", tmp_path / "merged.ckpt",
-        output_format=extension,
-    )  # fmt: skip
-    for rank in (0, 4):
-        stage = str(stages / f"src_strategy_{rank}.ckpt")
-        ms.transform_checkpoints(
-            tmp_path / "pipeline", tmp_path / "parts", "part_", stage, four / "strategy_0.ckpt", output_format=extension
-        )
-    printed = mindspore(
-        GO_ON, str(tmp_path / "pipeline"), str(tmp_path / "back"), str(tmp_path / "merged.ckpt"),
-        str(four / "strategy_0.ckpt"), extension, str(tmp_path / "parts" / "rank_0"),
-    )  # fmt: skip
-    for rank in range(4):
-        theirs = helpers.read_rank_file(tmp_path / "back" / f"rank_{rank}" / f"back_{rank}.{extension}")
-        assert theirs == helpers.read_rank_file(four / extension / f"rank_{rank}" / f"net.{extension}")
-    if extension == "ckpt":
-        expected = sorted({name for name in pipeline.tensors if "accu_grads" not in name} | set(theirs))
-        assert printed.split("RESULT ")[1].strip() == str(expected)
-
-
-def test_by_rank_of_a_deduplicated_ckpt_source_loses_nothing(mindspore_data: Path, tmp_path: Path) -> None:
-    """`.ckpt` files carry no mark that replicas are stored once."""
-    import reshard
-
-    folder = mindspore_data / "real" / "tut_src8"
-    before = reshard.read_strategy(folder / "strategy_0.ckpt")
-    source = reshard.open(folder / "ckpt", strategy=before)
-    reshard.plan(source, before, format="ckpt", remove_redundancy=True).run(tmp_path / "once")
-    files = {rank: tmp_path / f"once/rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(8)}
-    some = {rank: files[rank] for rank in ms.rank_list_for_transform(0, folder / "strategy_0.ckpt")}
-    with refused(SourceError, "missing-ranks", "rank_2", "net.layer1.weight", "ranks 1,3-7"):
-        ms.transform_checkpoint_by_rank(0, some, tmp_path / "some.ckpt", folder / "strategy_0.ckpt")
-    ms.transform_checkpoint_by_rank(0, files, tmp_path / "all.ckpt", folder / "strategy_0.ckpt")
-
-
-def test_what_is_said_names_no_option_of_the_command_line(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target.ckpt"
-    reshard.write_strategy(TARGET, target)
-    with refused(SourceError, "no-layout", "give src_strategy_file", "rank 0 and rank "):
-        ms.transform_checkpoints(source, tmp_path / "out", "c_", None, target)
-    with refused(SourceError, "needs-whole-tensors", source, "unified_safetensors"):
-        ms.load_distributed_checkpoint(
-            None, predict_strategy=target, format="safetensors", unified_safetensors_dir=source,
-            dst_safetensors_dir=tmp_path / "out",
-        )  # fmt: skip
-    for rank in range(4):
-        write_file(source / f"rank_{rank}" / f"other{rank}.ckpt", {"x": np.zeros(1)}, "ckpt")
-    with refused(SourceError, "several-checkpoints", "file_suffix"):
-        ms.transform_checkpoints(source, tmp_path / "out", "c_", SOURCE, target)
-    for place, arguments in [
-        ("src_checkpoints_dir", ("", tmp_path, "c_")),
-        ("dst_checkpoints_dir", (source, "", "c_")),
-        ("src_strategy_file", (source, tmp_path, "c_", "")),
-    ]:
-        with refused(ValueError, "empty-value", place):
-            ms.transform_checkpoints(*arguments)
