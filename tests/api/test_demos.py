@@ -107,12 +107,6 @@ def test_files_of_somebody_else_in_it_stay(tmp_path: Path) -> None:
     assert not (home / "src_strategy.ckpt").is_symlink()
 
 
-def test_the_folder_is_named_after_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert str(reshard.demo()) == "reshard-demo-mindspore"
-    assert (tmp_path / "reshard-demo-mindspore" / MARK).is_file()
-
-
 def test_what_is_not_a_demos_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with refused(reshard.TargetError, "already-exists", tmp_path):

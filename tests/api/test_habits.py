@@ -16,7 +16,6 @@ from checkpoints import write_ranks
 from commands import call
 from refusals import refused
 from safetensors.numpy import save_file
-from scripted import Answer, ScriptedServer
 from stopped_runs import SOURCE as STRATEGY
 from stopped_runs import TARGET, small_tasks, source, stopped
 
@@ -43,16 +42,6 @@ def test_names_are_completed(source: reshard.Checkpoint) -> None:
     for mapping in (source, source.rank(0), plan.rank(1), source.groups()):
         assert mapping._ipython_key_completions_() == list(mapping)
     assert source._ipython_key_completions_() == ["b", "c", "w"]
-
-
-def test_ipython_offers_names(whole: Path) -> None:
-    code = f"""
-from IPython.core.interactiveshell import InteractiveShell
-shell = InteractiveShell.instance()
-shell.run_cell("import reshard; source = reshard.open({str(whole)!r})")
-print(*shell.complete('source["layers.')[1])
-"""
-    assert "layers.0.w" in printed(code)
 
 
 def test_a_glob_in_place_of_a_name_leads_to_sel(source: reshard.Checkpoint) -> None:
@@ -121,28 +110,11 @@ def test_dtypes_of_numpy_are_taken(whole: Path) -> None:
             source.astype(wrong)
 
 
-def test_statistics_are_looked_up_as_in_a_dict(whole: Path) -> None:
-    stats = reshard.open(whole).stats()
-    assert list(stats) == list(VALUES)
-    assert len(stats) == 2
-    assert "layers.0.w" in stats
-    assert "nothing" not in stats
-    assert {name: stats[name].nans for name in stats} == {"layers.0.w": 0, "layers.1.w": 8}
-
-
 def test_a_list_is_no_name(whole: Path) -> None:
     source = reshard.open(whole)
     for key in (["layers.0.w", "layers.1.w"], slice(2), np.arange(2)):
         with refused(MissingNameError, "no-such-tensor"):
             source[key]  # type: ignore[index]
-
-
-def test_the_arrays_of_a_rank_are_compared_by_identity(source: reshard.Checkpoint) -> None:
-    for arrays in (source.rank(0), reshard.plan(source, TARGET).rank(0)):
-        same, other = arrays, reshard.plan(source).rank(0)
-        assert arrays == same
-        assert arrays != other
-        assert len({arrays, same, other}) == 2
 
 
 # --- with ---
@@ -184,20 +156,6 @@ def test_home_is_expanded(whole: Path, tmp_path: Path, monkeypatch: pytest.Monke
     written = {"out", "plan.json", "again", "strategy.ckpt", "picture.svg", "demo", "sums.json", "by_command"}
     assert written <= {path.name for path in tmp_path.iterdir()}
     assert not (tmp_path / "~").exists()
-
-
-def test_a_directory_that_is_called_so_can_be_named(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    reshard.convert(whole, "./~", to="hf")
-    assert (tmp_path / "~" / "model.safetensors").is_file() or list((tmp_path / "~").glob("*.safetensors"))
-    assert reshard.verify("./~", against=whole)
-    assert not (tmp_path / "home").exists()
-    monkeypatch.chdir(tmp_path / "~")
-    save_file(VALUES, "~a.safetensors")
-    assert set(reshard.open("./~a.safetensors")) == set(VALUES)
 
 
 # --- warnings ---
@@ -266,32 +224,6 @@ def test_the_log_tells_of_files_that_are_resumed(
     assert len(caplog.records) == len(report.files)
 
 
-def test_the_log_tells_of_retries(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard.core.storage.urls import retries
-    from reshard.core.storage.urls.remote import remote_store
-
-    server = ScriptedServer()
-    monkeypatch.setattr(retries, "_FIRST_DELAY", 0.01)
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": server.url
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    try:
-        server.answers.extend([Answer(503), Answer(206, {"content-range": "bytes 0-3/4"}, b"abcd")])
-        buffer = bytearray(4)
-        remote_store().read_into("s3://bucket/a", 0, memoryview(buffer))
-    finally:
-        server.close()
-    assert bytes(buffer) == b"abcd"
-    (record,) = [each for each in caplog.records if each.name == "reshard"]
-    assert (record.levelname, "s3://bucket/a" in record.getMessage()) == ("WARNING", True)
-
-
-def test_the_log_is_silent_by_itself(whole: Path) -> None:
-    code = "from reshard.messages import log; log().warning('not asked for')"
-    assert printed(code) == ""
-
-
 # --- errors in IPython ---
 
 
@@ -321,21 +253,3 @@ for cell in ("reshard.open('nowhere')", "1\\nsource['layers.*']", "%tb"):
     assert len(path.strip().splitlines()) <= 3
     assert "checkpoints.py" in whole_stack
     assert len(whole_stack.splitlines()) > 10
-
-
-@pytest.mark.slow
-def test_an_error_in_a_notebook_is_its_own_lines() -> None:
-    nbformat = pytest.importorskip("nbformat")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    cells = [nbformat.v4.new_code_cell(code) for code in ("import reshard\nreshard.open('nowhere')", "%tb")]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3", allow_errors=True).execute()
-    short, whole = (
-        "\n".join(line for output in cell.outputs for line in output.get("traceback", [output.get("text", "")]))
-        for cell in notebook.cells
-    )
-    assert "SourceError" in short
-    assert "line 2: reshard.open('nowhere')" in short
-    assert len(short.splitlines()) <= 3
-    assert "checkpoints.py" in whole

@@ -90,8 +90,8 @@ def test_version_is_a_command() -> None:
     assert done("version", "-v").stdout == done("--version", "--verbose").stdout
 
 
-@pytest.mark.parametrize("columns", [60, slow(80), slow(120)])
-@pytest.mark.parametrize("words", ["help", "help lora", "help convert", "inspect --help-all"])
+@pytest.mark.parametrize("columns", [60, slow(120)])
+@pytest.mark.parametrize("words", ["help lora", "inspect --help-all"])
 def test_help_is_broken_at_words(words: str, columns: int) -> None:
     command = [sys.executable, "-m", "reshard", *words.split()]
     wide, narrow = (run_in_terminal(command, width).replace("\r\n", "\n") for width in (1000, columns))

@@ -122,18 +122,6 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     assert {file["path"]: file["nbytes"] for file in after["files"]} == sizes
 
 
-def test_json_keys_are_documented() -> None:
-    text = " ".join(call("transform", "--help-all").stdout.split())
-    for key in (
-        "read_amplification",
-        "peak_memory",
-        "seconds (null in a dry run)",
-        "files: rank, path,",
-        "measured_memory",
-    ):
-        assert key in text
-
-
 def test_existing_files_are_refused(case: Case, tmp_path: Path) -> None:
     command = ["transform", case.source, tmp_path, *case.strategies]
     done(*command)
@@ -237,15 +225,6 @@ def test_a_layout_by_hand_stands_in_for_the_strategy(case: Case, tmp_path: Path)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
-def test_a_layout_may_be_given_as_it_is_shown(case: Case, tmp_path: Path) -> None:
-    strategies = lacking(case, tmp_path, "source", "net.layer1.weight")
-    done("transform", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=[2, 2, 2] map [-1, 1]")
-    done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
-    shown = done("inspect", case.source, "--source-strategy", case.source_strategy, "--raw").stdout
-    assert "[2, 2, 2] map [-1, 1]" in shown
-
-
 def test_other_names_of_ranks_and_steps(case: Case, tmp_path: Path) -> None:
     for rank in range(8):
         folder = tmp_path / "src" / f"node{rank}"
@@ -276,15 +255,6 @@ def test_two_checkpoints_in_one_directory_are_told_apart_by_options(case: Case, 
     third = ["--rank-pattern", "rank_{rank}/net_{rank}*.ckpt", "--source-strategy", case.target_strategy]
     assert "4 ckpt files, 4 ranks (0-3)" in done("inspect", tmp_path, *third).stdout
     failed(4, "several-checkpoints", "inspect", tmp_path, places=("--suffix\n",))
-
-
-def test_formats_side_by_side_are_told_apart_by_a_suffix_that_is_named(case: Case, tmp_path: Path) -> None:
-    for format in ("ckpt", "safetensors"):
-        done("transform", case.source, tmp_path / format, *case.strategies, "--format", format)
-        shutil.copytree(tmp_path / format, tmp_path, dirs_exist_ok=True)
-        shutil.rmtree(tmp_path / format)
-    failed(4, "several-checkpoints", "inspect", tmp_path, places=("--suffix .safetensors\n",))
-    assert "safetensors" in done("inspect", tmp_path, "--suffix", ".safetensors").stdout
 
 
 # --- selection --------------------------------------------------------------------------------------------------

@@ -156,14 +156,6 @@ def test_convert_takes_other_names_and_refuses_sets(case: Case, tmp_path: Path) 
     )  # fmt: skip
 
 
-def test_a_conversion_in_place_is_verified_with_both_named(case: Case, tmp_path: Path) -> None:
-    shutil.copytree(case.source, tmp_path / "src")
-    result = done("convert", tmp_path / "src", tmp_path / "src", "--format", "safetensors")
-    assert next_command(result) == []
-    sides = ["--target-suffix", ".safetensors", "--against", tmp_path / "src", "--suffix", ".ckpt"]
-    assert done("verify", tmp_path / "src", *sides).exit_code == 0
-
-
 def test_one_converted_file_among_others_is_verified(case: Case, tmp_path: Path) -> None:
     for rank in (2, 5):
         target = tmp_path / f"{rank}.safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from commands import call, done
+from commands import done
 from refusals import failed
 
 if TYPE_CHECKING:
@@ -38,11 +38,6 @@ def test_demo_exits_3_when_a_byte_is_wrong(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(demo, "convert", tampered)
     path = tmp_path / "d" / "dst_checkpoints" / "rank_2" / "checkpoint_2.ckpt"
     failed(3, "not-equal", "demo", "mindspore", tmp_path / "d", places=("'net.layer2.weight'", path))
-
-
-def test_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("")
-    assert call("demo", "mindspore", tmp_path).exit_code == 6
 
 
 def test_the_folders_that_guides_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,13 @@ import pytest
 from checkpoints import numbers, tree, write_file, write_ranks
 from click.testing import CliRunner
 from commands import Case, call, done, next_command
-from refusals import failed, refused
+from refusals import failed
 
 import reshard
-import reshard.mindspore as ms
 from reshard import Layout, Strategy
 from reshard.cli.main import cli
 from reshard.cli.values import size
-from reshard.errors import BudgetError, SourceError, StrategyError, UsageError
+from reshard.errors import BudgetError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -225,14 +224,6 @@ def test_a_full_disk_is_5(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
     assert tree(tmp_path) == {}
 
 
-def test_a_directory_that_cannot_be_made_is_not_a_traceback(case: Case, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    failed(
-        6, "not-a-directory", "transform", case.source, tmp_path / "file" / "dst", *case.strategies,
-        places=(tmp_path / "file",),
-    )  # fmt: skip
-
-
 def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:
     bad = tmp_path / "x.json"
     bad.write_text(json.dumps({"parallel_layout_item": {"w\x1b[31m\u202e": {"dev_matrix": [0], "tensor_map": [0]}}}))
@@ -303,24 +294,6 @@ def test_a_plan_replaces_no_file_unasked(case: Case, tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [[], ["--format", "zarr"]])
-def test_a_set_of_one_stage_is_made_only_if_it_is_asked_for(tmp_path: Path, more: list[str]) -> None:
-    rows = Layout.of([2], [0, -1])
-    pipeline = Strategy.of({"w": {0: rows}, "v": {1: rows}})
-    source = write_ranks(tmp_path / "src", numbers({"w": (4, 2), "v": (2, 2)}), pipeline)
-    reshard.write_strategy(pipeline.of_stage(0), tmp_path / "stage_0.ckpt")
-    read = [source, "--source-strategy", tmp_path / "stage_0.ckpt"]
-    said = "--stage 0"
-    for words in (["unify", *read, tmp_path / "out", *more], ["plan", *read, "--style", "mindspore"]):
-        failed(4, "one-stage", *words, places=(said,))
-    with refused(StrategyError, "one-stage", "stage 0", source):
-        ms.unified_safetensors(source, tmp_path / "stage_0.ckpt", tmp_path / "ms")
-    assert call("unify", *read, tmp_path / "out", *more, "--stage", "0").exit_code == 0
-    shutil.rmtree(source / "rank_2")
-    shutil.rmtree(source / "rank_3")
-    ms.unified_safetensors(source, tmp_path / "stage_0.ckpt", tmp_path / "ms")
-
-
 def test_ranks_of_an_older_target_are_reported(case: Case, tmp_path: Path) -> None:
     same = ["--source-strategy", case.source_strategy, "--target-strategy", case.source_strategy]
     assert call("transform", case.source, tmp_path / "out", *same).exit_code == 0
@@ -389,39 +362,7 @@ def test_a_prefix_under_which_nothing_would_be_found(case: Case, tmp_path: Path,
     )  # fmt: skip
 
 
-def test_python_arguments_of_another_kind(case: Case, tmp_path: Path) -> None:
-    source = reshard.open(case.source, strategy=case.source_strategy)
-    target = reshard.read_strategy(case.target_strategy)
-    for arguments, said in (
-        ({"source": str(case.source)}, ("not-a-checkpoint", "source", "reshard.open")),
-        ({"memory": "much"}, ("bad-size", "memory", "'much'")),
-        ({"threads": 0}, ("out-of-range", "threads is 0", "at least 1")),
-    ):
-        with refused(UsageError, *said):
-            reshard.plan(**{"source": source, "target": target, **arguments})  # type: ignore[arg-type]
-    with refused(UsageError, "unknown-scheduler", "client", "distributed.Client"):
-        reshard.plan(source, target).run(tmp_path / "out", client="somewhere")
-    assert source.get(0) is None  # type: ignore[call-overload]
-
-
-def test_one_glob_is_not_a_list_of_letters(case: Case) -> None:
-    source = reshard.open(case.source, strategy=case.source_strategy)
-    target = reshard.read_strategy(case.target_strategy)
-    fewer = {n: p for n, p in target.tensors.items() if "layer1" in n}
-    small = Strategy.of({name: places[0].layout for name, places in fewer.items()})
-    with refused(SourceError, "not-in-strategy", "'net.layer2.weight'"):
-        reshard.plan(source, small, drop="*net.layer3*")
-    assert reshard.Selection(include="net.*", exclude="b").include == ("net.*",)  # type: ignore[arg-type]
-
-
-def test_some_ranks_of_a_deduplicated_target_are_verified_alone(case: Case, tmp_path: Path) -> None:
-    some = ["--ranks", "0", "--remove-redundancy", "--json"]
-    result = call("transform", case.source, tmp_path / "out", *case.strategies, *some)
-    assert result.exit_code == 0
-    assert done(*shlex.split(json.loads(result.stdout)["verify"])[1:]).stdout
-
-
-@pytest.mark.parametrize("command", ["transform", "unify", "plan", "check", "transform -q", "transform --dry-run"])
+@pytest.mark.parametrize("command", ["transform --dry-run", "plan", "check"])
 def test_a_strategy_that_the_contents_contradict_is_4(tmp_path: Path, command: str) -> None:
     """It says "whole on every rank" of what is split; rank 0's rows would be written as the whole tensor."""
     full = numbers({"w": (8, 4), "v": (8, 4)})
@@ -432,7 +373,6 @@ def test_a_strategy_that_the_contents_contradict_is_4(tmp_path: Path, command: s
     given = ["--source-strategy", tmp_path / "wrong.ckpt"]
     words: list[str | Path] = {
         "transform": ["transform", source, tmp_path / "out", *given, *([option] if option else [])],
-        "unify": ["unify", source, tmp_path / "out", *given],
         "plan": ["plan", source, *given, "-o", tmp_path / "plan.json"],
         "check": ["strategy", "check", tmp_path / "wrong.ckpt", source],
     }[name]

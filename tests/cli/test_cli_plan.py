@@ -155,19 +155,6 @@ def test_what_is_not_a_plan_is_refused(case: Case, tmp_path: Path) -> None:
     assert refused.stderr.count("error: ") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--ranks", "0", "--link-replicas"], "--ranks, --link-replicas"),
-        (["--format", "ckpt"], "--format"),
-        (["--target-strategy", "x"], "--target-strategy"),
-    ],
-)
-def test_a_set_has_no_ranks(case: Case, options: list[str], named: str) -> None:
-    words = ["plan", case.source, "--source-strategy", case.source_strategy, "--style", "huggingface", *options]
-    failed(2, "option-of-another-format", *words, places=(named,))
-
-
 def test_the_command_that_verifies_knows_what_was_asked_for(case: Case, tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text('{"net.layer*.weight": "model.*.w"}')
     options = ["--source-strategy", case.source_strategy, "--rank-pattern", "rank_{rank}/*.ckpt", "--partial"]
@@ -183,13 +170,6 @@ def test_the_command_that_verifies_knows_what_was_asked_for(case: Case, tmp_path
         assert said.startswith(f"verified: {tmp_path}/{target} = {source} after changes ({changed}); every bit of 6 ")
 
 
-def test_a_second_checkpoint_in_one_directory_is_refused(case: Case, tmp_path: Path) -> None:
-    done("transform", case.source, tmp_path, *case.strategies)
-    path = tmp_path / "plan.json"
-    done("plan", case.source, *case.strategies, "--format", "safetensors", "--ranks", "0,2", "-o", path)
-    failed(6, "other-checkpoint", "run", path, tmp_path, places=(tmp_path,))
-
-
 def verified(line: str) -> int:
     """Type the command that a report proposes; return its exit code."""
     assert line.startswith("next: reshard verify "), line
@@ -197,14 +177,11 @@ def verified(line: str) -> int:
 
 
 IN_PYTHON = {
-    "a glob": (["*layer1*", "*layer2*"], Selection(), None),
     "one": (["{first}"], Selection(), None),
-    "all but one": (["*layer*"], Selection(exclude=("*layer1.weight",)), None),
     "included": (["*layer*"], Selection(include=("*.weight*",)), None),
     "renamed and cast": (["*layer*"], Selection(name_map={"net.*": "model.*"}, cast={"float32": "bfloat16"}), None),
     "a set": (["*layer*"], Selection(), reshard.HuggingFaceSet()),
     "zarr": (["*layer*"], Selection(), reshard.ZarrGroup()),
-    "everything": (["*"], Selection(), None),
 }
 
 

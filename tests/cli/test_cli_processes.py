@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import shutil
 import signal
 import subprocess
 import sys
@@ -75,23 +74,16 @@ def test_entry_points(entry: str, case: Case) -> None:
 def test_commands_are_proposed_as_they_were_called(case: Case, tmp_path: Path) -> None:
     """A folder of programs that is not on the PATH: `reshard` alone would not be found."""
     (called,) = script("reshard")
-    for path, expected in ((os.environ["PATH"], called), (f"{Path(called).parent}:{os.environ['PATH']}", "reshard")):
-        if path == os.environ["PATH"] and shutil.which("reshard"):
-            continue
+    elsewhere = "/usr/bin:/bin"
+    for command, path, expected in (
+        ([called], elsewhere, called),
+        ([called], f"{Path(called).parent}:{elsewhere}", "reshard"),
+        ([sys.executable, "-m", "reshard"], elsewhere, f"{sys.executable} -m reshard"),
+    ):
+        words = [*command, "convert", case.source, tmp_path / "x", "--format", "ckpt", "--restart"]
         environment = {**os.environ, "PATH": path}
-        shown = subprocess.run(
-            [called, "demo", "mindspore", tmp_path / "demo"],
-            check=True,
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
-        assert f"\n  {expected} inspect " in shown.stdout
-    module = subprocess.run(
-        [sys.executable, "-m", "reshard", "convert", case.source, tmp_path / "x", "--format", "ckpt"],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    assert module.stdout.endswith(f"next: {sys.executable} -m reshard verify {tmp_path / 'x'}\n")
+        shown = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
+        assert shown.stdout.endswith(f"next: {expected} verify {tmp_path / 'x'}\n")
 
 
 def test_a_reader_that_goes_away_is_not_a_error_message(case: Case) -> None:
@@ -195,7 +187,7 @@ def interrupted_at_import(number: int, command: Sequence[str | Path]) -> subproc
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [1, 2, 10, 40, 80, 120, 200, 300])
+@pytest.mark.parametrize("number", [1, 40, 300])
 def test_an_interrupt_while_modules_are_imported(case: Case, tmp_path: Path, number: int) -> None:
     ended = interrupted_at_import(number, ["transform", case.source, tmp_path / "out", *case.strategies])
     assert (ended.returncode, ended.stderr) == (130, "interrupted; nothing was written\n")
@@ -214,35 +206,14 @@ def test_an_interrupt_at_any_import(case: Case, tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-@pytest.mark.slow
-def test_an_interrupt_at_any_time(case: Case, tmp_path: Path) -> None:
-    """Before `reshard.__main__` is there, Python itself says what it says."""
-    for number in range(40):
-        command = ["transform", case.source, tmp_path / f"{number}", *case.strategies]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "reshard", *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True, preexec_fn=heed_signals,  # noqa: PLW1509
-        )  # fmt: skip
-        time.sleep(number / 100)
-        process.send_signal(signal.SIGINT)
-        assert process.stderr is not None
-        said = process.stderr.read()
-        process.stderr.close()
-        assert process.wait() in {0, 130} or "/reshard/cli" not in said, said
-        if process.returncode == 130 and said:
-            assert said.startswith("interrupted"), said  # alone if all is written
-            assert said.count("\n") == 1, said
-
-
-@pytest.mark.parametrize("more", [[], ["--json"]])
-def test_an_interrupt_while_it_plans_says_that_nothing_was_written(case: Case, tmp_path: Path, more: list[str]) -> None:
-    command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies, *more]
+def test_an_interrupt_while_it_plans_says_that_nothing_was_written(case: Case, tmp_path: Path) -> None:
+    command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies, "--json"]
     returned, said = stopped_at("read_into", 0.2, signal.SIGTERM, command)
     assert (returned, said) == (143, "stopped by SIGTERM; nothing was written")
     assert tree(tmp_path) == {}
 
 
-@pytest.mark.parametrize("limit", [6, 8, 10, 12, 14, 16, 18, 20, 24, 30])
+@pytest.mark.parametrize("limit", [6, 16, 24])
 def test_too_few_file_descriptors_are_said(case: Case, tmp_path: Path, limit: int) -> None:
     words = [sys.executable, "-m", "reshard", "transform", case.source, tmp_path / "out", *case.strategies]
     ended = subprocess.run(
@@ -315,16 +286,6 @@ def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None
     assert "100%" in text
     assert "15.0 kB of 15.0 kB, " in text
     assert "/s, 0:00:00 left" in text
-
-
-def test_no_progress_where_there_is_not_a_terminal(case: Case, tmp_path: Path) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "reshard", "transform", case.source, tmp_path, *case.strategies],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.stderr == ""
 
 
 def test_a_closed_stdout_is_not_a_fault(case: Case) -> None:

@@ -128,31 +128,6 @@ def test_what_needs_the_layout_is_refused_without(case: Case, tmp_path: Path, op
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    ("to", "options"),
-    [
-        ("hf", ["--target-strategy", "x"]),
-        ("mindspore", ["--ranks", "0"]),
-        ("zarr", ["--remove-redundancy"]),
-        ("hf", ["--target-stage", "0"]),
-        ("hf", ["--prefix", "x"]),
-        ("hf", ["--same-ranks"]),
-        ("ckpt", ["--max-shard-size", "1GB"]),
-        ("safetensors", ["--target-step", "0"]),
-        ("ckpt", ["--layouts-of", "x"]),
-        ("dcp", ["--compression", "zstd"]),
-        ("dcp", ["--prefix", "x"]),
-        ("safetensors", ["--chunk-size", "1MB"]),
-        ("checkpoint2", ["--link"]),
-    ],
-)
-def test_options_of_other_formats_are_refused_by_name(case: Case, tmp_path: Path, to: str, options: list[str]) -> None:
-    words = ["convert", case.source, tmp_path / "out", *case.strategies[:2], "--to", to, *options]
-    result = failed(2, "option-of-another-format", *words, places=(options[0],))
-    assert len(result.stderr.splitlines()) == 2
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_contradicts_is_refused(case: Case, dst: Path, tmp_path: Path) -> None:
     for code, *words in (
         ["conflicting-options", "--to", "hf", "--format", "ckpt"],
@@ -174,15 +149,6 @@ def test_one_file_may_be_next_to_its_source(dst: Path, tmp_path: Path) -> None:
     shutil.copy(tmp_path / "one.safetensors", tmp_path / "two.safetensors")
     done("convert", tmp_path / "two.safetensors", tmp_path / "two.ckpt", "--weights-only")
     assert "global_step" not in helpers.read_rank_file(tmp_path / "two.ckpt")
-
-
-def test_via_zarr_takes_the_format_of_the_source(case: Case, tmp_path: Path) -> None:
-    result = done("convert", case.source, tmp_path / "out", *case.strategies, "--via-zarr", tmp_path / "store")
-    assert result.stdout.count("wrote ") == 2
-    done("convert", case.source, tmp_path / "direct", *case.strategies)
-    for path in tree(tmp_path / "direct"):
-        out = helpers.read_rank_file(tmp_path / "out" / path)
-        assert out == helpers.read_rank_file(tmp_path / "direct" / path)
 
 
 @pytest.mark.parametrize("to", ["hf", "zarr", "x.safetensors"])

@@ -9,7 +9,7 @@ from refusals import refused
 
 import reshard
 from reshard.cli.groups import demo
-from reshard.errors import TargetError, VerifyError
+from reshard.errors import VerifyError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,13 +41,6 @@ def test_the_lines_for_python_run(tmp_path: Path) -> None:
     assert (tmp_path / "dst_again" / "rank_3" / "checkpoint_3.ckpt").is_file()
 
 
-def test_a_second_time_makes_it_anew(made: Path) -> None:
-    (made / "dst_checkpoints" / "rank_0" / "checkpoint_0.ckpt").write_bytes(b"old")
-    (made / "src_strategy.ckpt").unlink()
-    demo.demo("mindspore", made, lambda _line: None)
-    assert demo.check(made).tensors == 60
-
-
 def test_the_files_are_mindspores_own(made: Path, mindspore_data: Path) -> None:
     real = mindspore_data / "real"
     for rank in range(8):
@@ -61,15 +54,7 @@ def test_the_files_are_mindspores_own(made: Path, mindspore_data: Path) -> None:
         assert (made / ours).read_bytes() == (real / theirs).read_bytes()
 
 
-def test_the_result_is_what_mindspore_itself_saved_on_four_ranks(made: Path, mindspore_data: Path) -> None:
-    """The target network held the same values, so its own files are a second reference, without `reshard`'s layouts."""
-    for rank in range(4):
-        ours = demo._parsed(made / "dst_checkpoints" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
-        theirs = demo._parsed(mindspore_data / "real" / "tut_dst4_opt" / "ckpt" / f"rank_{rank}" / "net.ckpt")
-        assert ours == theirs
-
-
-@pytest.mark.parametrize("place", range(0, 4000, 397))
+@pytest.mark.parametrize("place", [0, 1588, 3970])
 def test_a_changed_byte_is_found_wherever_it_is(made: Path, place: int) -> None:
     path = made / "dst_checkpoints" / "rank_2" / "checkpoint_2.ckpt"
     content = bytearray(path.read_bytes())
@@ -102,16 +87,3 @@ def test_a_missing_file_is_found(made: Path) -> None:
     (made / "dst_checkpoints" / "rank_3" / "checkpoint_3.ckpt").unlink()
     with refused(VerifyError, "cannot-read", "checkpoint_3.ckpt"):
         demo.check(made)
-
-
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    with refused(TargetError, "already-exists", tmp_path):
-        demo.demo("mindspore", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_a_file_in_the_way_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("mine")
-    with refused(TargetError, "not-writable", tmp_path / "x"):
-        demo.demo("mindspore", tmp_path / "x")

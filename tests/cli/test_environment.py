@@ -79,12 +79,6 @@ def test_variables_of_kubernetes_services_are_not_regarded(tmp_path: Path, monke
             failed(2, "unknown-variable", "runs", tmp_path, places=(wrong,))
 
 
-@pytest.mark.parametrize("name", OF_TESTS)
-def test_variables_of_the_tests_are_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "1")
-    done("runs", tmp_path)
-
-
 def test_the_lists_are_complete() -> None:
     """Both ways: options, sources and tests name no other variable, and each has its use."""
     assert set(docs_made.variables()) | {environment.STALL_SECONDS} == set(VARIABLES)
@@ -176,18 +170,3 @@ def test_debug_is_a_boolean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for value, shown in (("1", True), ("true", True), ("0", False), ("false", False), ("", False)):
         monkeypatch.setenv("RESHARD_DEBUG", value)
         assert ("Traceback" in call("inspect", tmp_path / "missing").stderr) == shown
-
-
-def test_a_plan_file_runs_with_another_limit(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine that runs a plan has variables of its own."""
-    sums = []
-    for number, (planning, running) in enumerate([("", "60MB"), ("70MB", ""), ("70MB", "60MB")]):
-        file = tmp_path / f"{number}.json"
-        monkeypatch.setenv("RESHARD_MEMORY", planning)
-        done("plan", case.source, *case.strategies, "-o", file)
-        monkeypatch.setenv("RESHARD_MEMORY", running)
-        done("run", file, tmp_path / f"{number}")
-        written = sorted((tmp_path / f"{number}").rglob("*.ckpt"))
-        sums.append([path.read_bytes() for path in written])
-    assert len(sums[0]) == 4
-    assert sums[0] == sums[1] == sums[2]

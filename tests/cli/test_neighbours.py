@@ -72,20 +72,6 @@ def test_a_shard_of_unknown_origin_is_not_removed(whole: Path, out: Path, style:
         assert tree(out) == before
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_nor_from_python_or_in_a_bucket(whole: Path, out: Path, style: str) -> None:
-    source = reshard.open(whole)
-    small, large = (reshard.plan(source, files=STYLES[style](size), format="safetensors") for size in (100, 10_000))
-    for place in (out, f"memory://beside/{style}"):
-        small.run(place)
-        with refused(TargetError, "other-set", place):
-            large.run(place)
-        assert len(large.run(place, overwrite=True).removed) >= 2
-        assert set(reshard.open(place)) == set(FULL)
-        small.run(place, overwrite=True)
-        assert set(reshard.open(place)) == set(FULL)
-
-
 def test_what_a_run_that_was_killed_left_is_not_a_part_of_another_set(whole: Path, out: Path, faults: Faults) -> None:
     """Some files had their names already, and no index says whose they are."""
     small, large = (

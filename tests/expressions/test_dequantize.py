@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_equal, assert_rank_files, write_file, write_ranks
-from commands import done, least_memory
+from commands import done
 from helpers import load_meta
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ from reshard import HuggingFaceSet, Layout, Strategy
 from reshard.api.checkpoints import record_of
 from reshard.core.layout.block import Block
 from reshard.core.plan import budget
-from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
+from reshard.errors import ChangedError, SourceError, TargetError, UsageError
 from reshard.expressions.operand import Operand
 from reshard.expressions.quantized import scaled
 from reshard.expressions.quantized.scaled import ScaledBlocks
@@ -242,26 +242,6 @@ def bits_of(array: Array) -> Array:
     return array.view(np.uint16) if array.dtype == BF16 else array
 
 
-def test_dcp_shards(tmp_path: Path) -> None:
-    """A DCP of two ranks in float8, to one file."""
-    stored, full = model()
-    opened = reshard.open(write_file(tmp_path / "model.safetensors", as_written(stored)))
-    reshard.convert(opened, tmp_path / "dcp", to="dcp", target_strategy=strategy(stored, "columns"))
-    reshard.convert(tmp_path / "dcp", tmp_path / "plain.safetensors", dequantize="bfloat16")
-    assert_same(reshard.open(tmp_path / "plain.safetensors"), full)
-
-
-def test_memory(tmp_path: Path) -> None:
-    """The least memory that a plan names is enough for it."""
-    stored, full = model()
-    plain = reshard.open(write_file(tmp_path / "model.safetensors", as_written(stored))).dequantize()
-    with pytest.raises(BudgetError) as caught:
-        reshard.plan(plain, memory=1 << 20)
-    plan = reshard.plan(plain, memory=least_memory(caught.value))
-    plan.run(tmp_path / "out")
-    assert_same(reshard.open(tmp_path / "out"), full)
-
-
 def test_a_source_that_changes(tmp_path: Path) -> None:
     """Scales that change after opening are noticed, as other files are."""
     stored, _ = model()
@@ -409,11 +389,6 @@ def test_config_of_a_set(tmp_path: Path) -> None:
     with refused(TargetError, "already-exists", "config.json"):
         reshard.convert(plain, tmp_path / "other", to="hf")
     assert (tmp_path / "other" / "config.json").read_text() == "mine"
-
-
-def test_without_a_config(tmp_path: Path) -> None:
-    reshard.convert(save_set(tmp_path / "set", model()[0]), tmp_path / "out", dequantize="bfloat16")
-    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_averages(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from checkpoints import write_file, write_ranks
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan.plan import file_digests, plan_digest
-from reshard.errors import SourceError, UsageError
+from reshard.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,10 +108,3 @@ def test_weights_that_cannot_be_used(tmp_path: Path, weights: list[Any]) -> None
     opened = [reshard.open(tmp_path / f"{name}.safetensors") for name in "ab"]
     with pytest.raises(UsageError):
         reshard.average(opened, weights)
-
-
-def test_float8_is_not_scaled(tmp_path: Path) -> None:
-    write_file(tmp_path / "a.safetensors", {"w": np.ones(3, ml_dtypes.float8_e4m3fn)})
-    with pytest.raises(SourceError) as caught:
-        reshard.open(tmp_path / "a.safetensors").scale("w", factor=2)
-    assert caught.value.code == "wrong-dtype"

@@ -1,7 +1,7 @@
 """Planning and looking at scale, on sparse files with real headers; no data is read.
 
-Bounds are in processor seconds with room for a busy machine; `tests/bench/scale.py` prints the real figures. Memory is
-that of whole processes and counts indexes, plan and graph; these bounds are strict.
+Bounds are in processor seconds with room for a busy machine. Memory is that of whole processes and counts indexes, plan
+and graph; these bounds are strict.
 """
 
 from __future__ import annotations

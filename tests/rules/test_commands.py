@@ -124,15 +124,6 @@ def _load(folder: Path) -> dict[str, Any]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-@pytest.mark.parametrize("command", ["transform", "unify", "plan", "verify"])
-def test_help_says_which_names_go_beside_rules(command: str) -> None:
-    """Where rules are explained, and with each option that takes names."""
-    text = " ".join(done(command, "--help-all").stdout.split())
-    for option in ("--rules", "--include", "--exclude", "--name-map"):
-        start = text.index(f" {option} ")
-        assert "rules" in text[start : start + 250], option
-
-
 def test_built_in_rules_are_listed_and_printed(tmp_path: Path) -> None:
     listed = done("rules", "list").stdout
     every = [path.stem for path in (Path(reshard.__file__).parent / "rules" / "examples").glob("*.yaml")]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import write_file, write_ranks
-from orbax_files import maxtext, write_orbax
+from orbax_files import maxtext
 from truths import assert_arrays
 
 import reshard
@@ -343,64 +343,6 @@ def test_of_a_tied_model(tmp_path: Path) -> None:
 
 MINDSPORE, TORCH = (os.environ.get(f"RESHARD_{program}_PYTHON", "") for program in ("MINDSPORE", "TORCH"))
 
-CONVERT = """
-import sys, json, importlib, numpy as np
-from types import SimpleNamespace
-module, cls, source, target = sys.argv[1:]
-import mindformers.checkpoint.converter.convert_op as ops
-weights = dict(np.load(source))
-sizes = json.loads(sys.stdin.read())
-config = SimpleNamespace(
-    num_attention_heads=sizes["heads"], num_query_groups=sizes["groups"], kv_channels=sizes["head"],
-    hidden_size=sizes["hidden"], tensor_model_parallel_size=1, num_moe_experts=sizes["experts"],
-    moe_ffn_hidden_size=sizes["ffn"], expert_model_parallel_size=1,
-)
-ops.get_auto_parallel_context = lambda key: 1
-made = {}
-for op in getattr(importlib.import_module(module), cls).weight_converters:
-    if hasattr(op, "set_model_config") and not isinstance(op, ops.RenameConvertOp):
-        op.set_model_config(config)
-    for layer in range(sizes["layers"]) if "{}" in op.hf_names[0] else [None]:
-        some = []
-        for name in op.hf_names:
-            if name.count("{}") == 2:
-                some.append(np.concatenate([weights[name.format(layer, e)] for e in range(sizes["experts"])]))
-            else:
-                some.append(weights[name.format(layer)])
-        for name, value in zip(op.mf_names, op._hf_to_mf(some)):
-            made[name.format(layer)] = value
-np.savez(target, **made)
-print("MADE", len(made))
-"""
-
-
-@pytest.mark.mindspore
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("example", "module", "cls"),
-    [
-        ("qwen3-hf-mindformers", "mindformers.models.qwen3.utils", "Qwen3PreTrainedModel"),
-        ("qwen3-moe-hf-mindformers", "mindformers.models.qwen3_moe.utils", "Qwen3MoePreTrainedModel"),
-    ],
-)
-def test_as_mindformers_converts(tmp_path: Path, example: str, module: str, cls: str) -> None:
-    """Its `weight_converters`, one after the other, on the same weights."""
-    found = "import importlib.util as u; raise SystemExit(u.find_spec('mindformers') is None)"
-    if not MINDSPORE or subprocess.run([MINDSPORE, "-c", found], check=False).returncode:
-        pytest.skip("RESHARD_MINDSPORE_PYTHON names no Python that has mindformers")
-    hf, _ = both_sides(example)
-    np.savez(tmp_path / "hf.npz", **hf)
-    names = ("heads", "groups", "head", "hidden", "experts", "ffn", "layers")
-    sizes = dict(zip(names, (HEADS, GROUPS, HEAD, HIDDEN, EXPERTS, FFN, LAYERS), strict=True))
-    ran = subprocess.run(
-        [MINDSPORE, "-c", CONVERT, module, cls, tmp_path / "hf.npz", tmp_path / "mf.npz"], input=json.dumps(sizes),
-        capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "GLOG_v": "3"},
-    )  # fmt: skip
-    assert "MADE" in ran.stdout, ran.stderr[-3000:]
-    rules = Rules.read(example, config=CONFIG)
-    source = reshard.open(write_file(tmp_path / "model.safetensors", hf))
-    assert_arrays(source.derive(rules), dict(np.load(tmp_path / "mf.npz")))
-
 
 TINY = """
 import sys, torch
@@ -427,39 +369,6 @@ with torch.no_grad():
 assert one.abs().max() > 0
 print("SAME" if torch.equal(one, two) else "OTHER")
 """
-
-
-TINY_LLAMA = """
-import sys, torch
-from transformers import LlamaConfig, LlamaForCausalLM
-torch.manual_seed(18)
-config = LlamaConfig(
-    vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16,
-)
-LlamaForCausalLM(config).save_pretrained(sys.argv[1])
-"""
-
-
-@pytest.mark.torch
-@pytest.mark.timeout(600)
-def test_transformers_loads_what_maxtext_saved(tmp_path: Path) -> None:
-    """A tiny Llama as MaxText has it, queries divided, in chunks of Orbax, and back: equal logits."""
-    found = "import importlib.util as u; raise SystemExit(u.find_spec('transformers') is None)"
-    if not TORCH or subprocess.run([TORCH, "-c", found], check=False).returncode:
-        pytest.skip("RESHARD_TORCH_PYTHON names no Python that has PyTorch and transformers")
-    hf, run, back = (tmp_path / name for name in ("hf", "run", "back"))
-    subprocess.run([TORCH, "-c", TINY_LLAMA, hf], check=True, capture_output=True)
-    queries = "params.params.decoder.layers.self_attention.query.kernel"
-    made = maxtext({name: np.asarray(array) for name, array in reshard.open(hf).items()}, 4, 2)
-    made[queries] = made[queries] / np.float32(4)  # the root of head_dim
-    write_orbax(run, made, inline=100)
-    source = reshard.open(run).scale(queries, factor=4)
-    rules = Rules.read("maxtext-hf", config=hf / "config.json")
-    reshard.convert(source, back, to="hf", rules=rules)
-    (back / "config.json").write_bytes((hf / "config.json").read_bytes())
-    ran = subprocess.run([TORCH, "-c", LOGITS, hf, back], capture_output=True, text=True, check=False)
-    assert ran.stdout.endswith("SAME\n"), ran.stderr
 
 
 @pytest.mark.torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +34,10 @@ from reshard import Cipher, HuggingFaceSet, Layout, LoRA, Rules, Selection, Stra
 from reshard.core.model.checkpoint import Shard, Tensor
 from reshard.core.model.entries import Extent
 from reshard.core.plan import budget
-from reshard.core.storage.cipher import store_of
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from helpers import Array
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), slow("float32")])
@@ -81,48 +77,6 @@ def test_an_element_is_the_same_however_it_is_read(tmp_path: Path, rank: int) ->
     for _ in range(20):
         (top, bottom), (left, right) = (sorted(rng.choice(extent + 1, 2, replace=False)) for extent in full.shape)
         assert found[top:bottom, left:right].compute().tobytes() == full[top:bottom, left:right].tobytes()
-
-
-def test_odd_sizes_are_the_same_in_any_box(tmp_path: Path) -> None:
-    model = weights("float32", {"w.weight": (77, 333)})
-    pairs = matrices(model, ("w",), 37)
-    found = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(
-        save(tmp_path / "lora", pairs, r=37)
-    )["w.weight"]
-    whole = found.compute()
-    np.testing.assert_allclose(whole, merged(model, pairs, ALPHA / 37)["w.weight"], rtol=1e-4, atol=1e-5)
-    for at in range(0, 77, 5):
-        assert (
-            found[at : at + 5, at : -at or None].compute().tobytes() == whole[at : at + 5, at : -at or None].tobytes()
-        )
-
-
-def test_tiles_are_of_the_weights_own_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is read: their rows and columns begin where those of the whole would, and they are as large."""
-    model = weights("float32", {"w.weight": (208, 1200)})
-    lora = save(tmp_path / "lora", matrices(model, ("w",), 64), r=64)
-    found = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(lora)["w.weight"]
-    multiplied, tiles = np.matmul, set()
-
-    def place(part: Array) -> tuple[int, ...]:
-        assert part.base is not None
-        place = (part.__array_interface__["data"][0] - part.base.__array_interface__["data"][0]) // part.itemsize
-        return divmod(place, part.base.shape[1])
-
-    def noted(b: Array, a: Array, out: Array) -> None:
-        tiles.add((place(b)[0], place(a)[1], b.shape[0], a.shape[1]))
-        multiplied(b, a, out=out)
-
-    monkeypatch.setattr(np, "matmul", noted)
-    found.compute()
-    whole = set(tiles)
-    assert whole == {
-        (top, left, 16, min(256, 1200 - left)) for top in range(0, 208, 16) for left in range(0, 1200, 256)
-    }
-    tiles.clear()
-    found[5:37, 100:700].compute()
-    assert tiles
-    assert tiles < whole
 
 
 def test_blocks_in_several_runs(base: reshard.Checkpoint, lora: LoRA) -> None:
@@ -335,14 +289,6 @@ def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoin
             reshard.plan(base.merge_lora(lora), selection=Selection(cast=cast))
 
 
-def test_large_numbers_become_infinite_without_a_word(tmp_path: Path) -> None:
-    model = {"w.weight": np.full((4, 4), 6e4, np.float16)}
-    pairs = {f"base_model.model.w.lora_{side}.weight": np.full((4, 4), 1e3, np.float32) for side in "AB"}
-    source = reshard.open(write_file(tmp_path / "base.safetensors", model))
-    found = source.merge_lora(save(tmp_path / "lora", pairs))["w.weight"].compute()
-    assert np.isinf(found).all()
-
-
 # --- what it was made of ----------------------------------------------------------------------------------------
 
 
@@ -405,22 +351,6 @@ def test_an_adapter_that_changes_before_a_run(tmp_path: Path, base: reshard.Chec
     with refused(ChangedError, "source-changed", "adapter_model.safetensors"):
         plan.run(tmp_path / "out")
     assert not tree(tmp_path / "out")
-
-
-def travelled(what: Any) -> Any:
-    return pickle.loads(pickle.dumps(what))  # noqa: S301 -- our own
-
-
-def test_a_store_travels(base: reshard.Checkpoint, lora: LoRA) -> None:
-    """Without matrices: to the workers of a cluster."""
-    found = base.merge_lora(lora)
-    coding = travelled(found._record.coding)
-    name = "model.layers.0.q_proj.weight"
-    ((at,),) = [shard.replicas for shard in found.tensors[name].shards]
-    for store in (store_of(coding), travelled(coding.store())):
-        content = bytearray(EXPECTED[name].nbytes)
-        store.read_into(found._record.files[0].path, at.runs[0][0], memoryview(content))
-        assert content == EXPECTED[name].tobytes()
 
 
 def test_memory_is_counted(base: reshard.Checkpoint, lora: LoRA) -> None:

@@ -27,7 +27,6 @@ from reshard import LoRA, Selection
 from reshard.core.plan import budget
 from reshard.errors import ChangedError, SourceError, UsageError
 from reshard.rules.lora import low_rank
-from reshard.rules.lora.parts import Adapter
 
 if TYPE_CHECKING:
     from helpers import Array
@@ -132,25 +131,6 @@ def test_an_element_in_the_middle(tmp_path: Path) -> None:
         plan.run(tmp_path / "again")
 
 
-def test_copies_are_compared_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much is read at once: no buffer is as large as the copy."""
-    model = weights("float32", {"lm_head.weight": (512, 64)})
-    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"]}
-    lora = save(tmp_path / "lora", matrices(model, ("lm_head",)) | copy)
-    opened = reshard.open(write_file(tmp_path / "base.safetensors", model)).merge_lora(lora)
-    rows, read = list[int](), Adapter.rows
-
-    def noted(adapter: Adapter, name: str, first: int, last: int) -> Array:
-        if "base_layer" in name:
-            rows.append(last - first)
-        return read(adapter, name, first, last)
-
-    monkeypatch.setattr(low_rank, "_COPY_BYTES", 4096)
-    monkeypatch.setattr(Adapter, "rows", noted)
-    opened["lm_head.weight"].compute()
-    assert (max(rows), sum(rows)) == (16, 512)
-
-
 def test_copies_of_biases_and_other_names(tmp_path: Path) -> None:
     model = weights("float32", {"lm_head.weight": (32, 16), "lm_head.bias": (32,), "norm.weight": (16,)})
     prefix = "base_model.model"
@@ -194,20 +174,6 @@ def test_a_model_that_was_trained_in_another_dtype(tmp_path: Path, dtype: str) -
     base = reshard.open(write_file(tmp_path / "base.safetensors", model))
     found = base.merge_lora(save(tmp_path / "lora", pairs | copy))
     assert_arrays(found, plain_merge(model, pairs))
-
-
-def test_memory_for_copies_is_counted(tmp_path: Path) -> None:
-    model = weights("float32", {"lm_head.weight": (32, 16)})
-    pairs = matrices(model, ("lm_head",))
-    base = reshard.open(write_file(tmp_path / "base.safetensors", model))
-    copy = {"base_model.model.lm_head.base_layer.weight": model["lm_head.weight"]}
-    sizes = [
-        reshard.plan(base, selection=Selection(lora=save(tmp_path / name, some))).explain_memory()[
-            "coding and fetching"
-        ]
-        for name, some in (("pairs", pairs), ("copies", pairs | copy))
-    ]
-    assert sizes[1] >= sizes[0] + low_rank._COPY_BYTES
 
 
 # --- tied weights

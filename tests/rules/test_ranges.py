@@ -68,15 +68,6 @@ def test_the_other_way_round(tmp_path: Path) -> None:
         source.derive(rules(Q, STACKED))
 
 
-def test_an_expert_that_one_layer_lacks(tmp_path: Path) -> None:
-    names = [f"l.{layer}.e.{expert}" for layer in LAYERS for expert in range(3)]
-    some = rules({"a": "l.{l}.e.{e}", "b": "m.{l}.{e}"})
-    assert len(opened(tmp_path, names).derive(some).tensors) == 12
-    names.remove("l.3.e.2")
-    with refused(SourceError, "missing-tensor", "'l.3.e.2'"):
-        opened(tmp_path, names).derive(some)
-
-
 def test_a_state_that_one_layer_lacks(tmp_path: Path) -> None:
     """States have ranges of their own: some layers may be frozen, and then all their states are absent."""
     weights = [*layers("q.{}"), *layers("k.{}")]

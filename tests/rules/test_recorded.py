@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import fsspec
 import helpers
 import ml_dtypes
 import numpy as np
@@ -134,52 +133,6 @@ def test_a_state_alone_and_some_tensors(mindspore_data: Path, tmp_path: Path) ->
     assert {name.replace("net.", "model.") for name in found} == set(expected)
     assert {dtype for dtype, _, _ in found.values()} == {"bfloat16", "float64"}
     assert reshard.verify(tmp_path / "renamed").equal
-
-
-def test_a_plan_file_has_its_rules(mindspore_data: Path, tmp_path: Path) -> None:
-    case = truth(mindspore_data, "mcore_tp2_pp2")
-    plan = reshard.plan(
-        reshard.open(case.checkpoint), tensor_parallel(case.hf), format="safetensors",
-        selection=Selection(rules=case.rules),
-    )  # fmt: skip
-    plan.save(tmp_path / "plan.json")
-    content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["provenance"]["selection"]["rules"]["sides"] == ["hf", "mcore"]
-    read = reshard.read_plan(tmp_path / "plan.json")
-    assert read.stats == plan.stats
-    read.run(tmp_path / "out", fsync=False)
-    assert_rank_files(tmp_path / "out", case.hf, tensor_parallel(case.hf))
-
-
-def test_at_urls(mindspore_data: Path, tmp_path: Path) -> None:
-    case = truth(mindspore_data, "mcore_moe_ep2")
-    files = fsspec.filesystem("memory")
-    files.put(str(case.checkpoint), "/rules/dcp", recursive=True)
-    try:
-        selection = Selection(rules=case.rules)
-        source = reshard.open("memory://rules/dcp")
-        assert_arrays(source.derive(case.rules), case.hf)
-        reshard.plan(source, files=HuggingFaceSet(), format="safetensors", selection=selection).run(
-            "memory://rules/hf", fsync=False
-        )
-        assert reshard.verify("memory://rules/hf").equal
-        assert_arrays(reshard.open("memory://rules/hf").derive(case.rules), case.back)
-    finally:
-        files.rm("/rules", recursive=True)
-
-
-@pytest.mark.slow
-def test_on_a_cluster(mindspore_data: Path, tmp_path: Path) -> None:
-    from distributed import Client, LocalCluster  # half a second
-
-    case = truth(mindspore_data, "mcore_tp2_pp2")
-    plan = reshard.plan(
-        reshard.open(case.checkpoint), tensor_parallel(case.hf), format="safetensors",
-        selection=Selection(rules=case.rules),
-    )  # fmt: skip
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
-        plan.run(tmp_path / "out", client=client, fsync=False)
-    assert_rank_files(tmp_path / "out", case.hf, tensor_parallel(case.hf))
 
 
 # --- MindSpore Transformers' conversions of single tensors --------------------------------------------------------

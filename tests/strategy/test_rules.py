@@ -54,12 +54,6 @@ def test_axes_by_name() -> None:
     assert found["layers.3.norm"] == "[2, 4] map [-1]"
 
 
-def test_the_first_match_counts() -> None:
-    found = layouts(Strategy.from_rules(MODEL, MESH, {"layers.3.*": ("dp",), "*.weight": ("mp",)}))
-    assert found["layers.3.wq.weight"] == "[2, 4] map [1, -1]"
-    assert found["layers.4.wq.weight"] == "[2, 4] map [0, -1]"
-
-
 def test_what_is_not_in_the_strategy() -> None:
     """A tensor without dimensions, and what a rule says to leave out, with its optimizer states."""
     found = Strategy.from_rules(MODEL, MESH, {"layers.0.*": None}).tensors

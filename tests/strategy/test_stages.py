@@ -299,16 +299,6 @@ def test_weights_that_go_whole_to_every_rank_are_reported(pipeline: Pipeline, tm
     assert reshard.plan(source, pipeline.all).warnings == ()  # of global_step nothing is told
 
 
-def test_a_strategy_of_one_stage_does_not_fit_a_whole_model(pipeline: Pipeline) -> None:
-    for _, name in (FIRST, LAST):
-        failed(
-            4, "not-in-strategy", "strategy", "check", pipeline.files / name, pipeline.whole,
-            places=("tensor 'net.layer",),
-        )  # fmt: skip
-    for stage, name in (FIRST, LAST):
-        done("strategy", "check", pipeline.files / name, pipeline.source, "--stage", str(stage))
-
-
 # --- whether a file is of one stage ---
 
 
@@ -410,16 +400,3 @@ def test_mindspores_names_take_stages_of_both_sides(pipeline: Pipeline, tmp_path
             files = {r: pipeline.four / f"rank_{r}" / f"checkpoint_{r}.ckpt" for r in range(4)}
             ms.transform_checkpoint_by_rank(rank, files, path, pipeline.four_strategy, own)
             assert helpers.read_rank_file(path) == held(pipeline, rank)
-
-
-@pytest.mark.parametrize(("stage", "name"), [FIRST, LAST])
-def test_one_stage_of_whole_tensors_is_the_same_by_its_file_and_by_all(
-    pipeline: Pipeline, tmp_path: Path, stage: int, name: str
-) -> None:
-    """And verify takes the option that the conversion had."""
-    for place, strategy in (("one", pipeline.files / name), ("all", pipeline.files)):
-        target = ["--target-strategy", strategy, "--target-stage", str(stage)]
-        told = json.loads(done("transform", pipeline.whole, tmp_path / place, *target, "--json").stdout)
-        assert sorted(told["dropped"]) == (sorted(pipeline.of(1 - stage)) if place == "one" else [])
-        done("verify", tmp_path / place, *target, "--against", pipeline.whole)
-    assert tree(tmp_path / "one") == tree(tmp_path / "all")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from math import prod
 from pathlib import Path
 
 import generators
@@ -107,21 +106,6 @@ def test_protobuf_and_json_of_one_network_say_the_same(mindspore_data: Path) -> 
                 assert text.grid(tensor, shape, stage=one.stage) == proto.grid(tensor, shape, stage=one.stage)
                 nested += one.layout != other.layout
     assert nested == 44
-
-
-def test_shapes_of_json_files_are_those_of_the_network(mindspore_data: Path) -> None:
-    networks = json.loads((mindspore_data / "strategies" / "index.json").read_text())
-    seen = 0
-    for name in BOTH:
-        network = networks.get(f"{Path(name).name}.json")
-        if not network or not name.startswith("strategies/"):
-            continue
-        text = read_strategy(mindspore_data / f"{name}.json")
-        for tensor, places in text.tensors.items():
-            if tensor in network["params_after"] and places[0].shape is not None:
-                assert prod(places[0].shape) == prod(network["params_after"][tensor][0]), (name, tensor)
-                seen += 1
-    assert seen > 500
 
 
 @pytest.mark.parametrize("name", ["pipe_noopt4", "pipe_tf8", "pipe_tut8"])

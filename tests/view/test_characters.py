@@ -12,7 +12,6 @@ from checkpoints import numbers
 from generators import laid_out
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import failed
 from test_show import large
 
 import reshard
@@ -104,42 +103,6 @@ def test_colours_only_where_they_are_wanted(source: Path) -> None:
     assert b"\x1b" not in inspected(source, "--color", "never", PYTHONIOENCODING="utf-8")
 
 
-def on_a_terminal(source: Path, **environment: str) -> bytes:
-    """What a terminal of 60 columns gets."""
-    import fcntl
-    import pty
-    import struct
-    import termios
-
-    mine, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 60, 0, 0))
-    command = [sys.executable, "-m", "reshard", "inspect", str(source), "--picture"]
-    kept = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "COLUMNS"}}
-    environment = kept | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment
-    subprocess.run(command, env=environment, check=True, stdout=theirs)
-    os.close(theirs)
-    text = b""
-    try:
-        while part := os.read(mine, 65536):
-            text += part
-    except OSError:  # the end, on Linux
-        pass
-    os.close(mine)
-    return text
-
-
-def test_a_terminal_gets_colours(source: Path) -> None:
-    assert b"\x1b[48;5;110m" in on_a_terminal(source)
-    assert b"\x1b" not in on_a_terminal(source, NO_COLOR="1")
-    assert b"\x1b" not in on_a_terminal(source, TERM="dumb")
-    assert max(map(len, on_a_terminal(source, NO_COLOR="1").decode().splitlines())) <= 60
-
-
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     reshard.write(numbers({"w\x1b[2J\u202e": (2, 2)}), tmp_path / "src.safetensors")
     assert picture_text(reshard.open(tmp_path / "src.safetensors")._record, Canvas()).replace("\n", "").isprintable()
-
-
-def test_pictures_are_not_data(source: Path) -> None:
-    failed(2, "bad-options", "inspect", source, "--picture", "--json")
-    failed(2, "unknown-tensor", "inspect", source, "--picture", "upp", places=("upp",))

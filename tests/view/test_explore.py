@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import checkpoints
 import numpy as np
 import pytest
-from checkpoints import places
 from refusals import refused
 from test_show import large
 
@@ -204,13 +203,6 @@ def test_an_unknown_condition_is_told_with_the_choices(
         trained.sel(**condition)
 
 
-def test_each_kind_is_a_choice_once(tmp_path: Path) -> None:
-    arrays = checkpoints.numbers({"a.w": (4, 4), "moments.a.w": (4, 4)})
-    with pytest.raises(UsageError) as refusal:
-        reshard.open(checkpoints.write_file(tmp_path / "m.safetensors", arrays)).sel(kind="moment")
-    assert str(refusal.value).count("moments") == 1
-
-
 def test_ten_thousand_names_are_chosen_by_name() -> None:
     checkpoint = reshard.Checkpoint(large(10_000, 4))
     assert len(checkpoint.sel(*checkpoint)) == 10_000
@@ -240,12 +232,11 @@ def test_groups(source: Checkpoint) -> None:
 # --- what is read -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 def test_a_slice_reads_its_bytes_and_no_others(tmp_path: Path, store: CountingStore, dtype: str) -> None:
     kind = BY_NAME[dtype]
     values = (np.arange(4096 * 512).reshape(4096, 512) % 5).astype(kind.numpy())
-    strategy = Strategy.of({"w": Layout.of([8], [0, -1])})
-    source = written(tmp_path, values, dtype, strategy)
+    source = one_tensor(tmp_path, values, Layout.of([8], [0, -1]))
     assert store.nbytes == 0, "opening reads headers only, and not through here"
     weight = source["w"]
     assert (weight.dtype, weight.npartitions, store.nbytes) == (kind.numpy(), 8, 0)
@@ -260,13 +251,13 @@ def test_a_slice_reads_its_bytes_and_no_others(tmp_path: Path, store: CountingSt
     assert store.nbytes == values.nbytes, "every byte once"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_difference_of_two_layouts_merges_neither(tmp_path: Path, store: CountingStore, dtype: str) -> None:
     kind = BY_NAME[dtype]
     first = (np.arange(1024 * 256).reshape(1024, 256) % 5).astype(kind.numpy())
     second = (np.arange(1024 * 256).reshape(1024, 256) % 3).astype(kind.numpy())
-    a = written(tmp_path / "a", first, dtype, Strategy.of({"w": Layout.of([4], [0, -1])}))
-    b = written(tmp_path / "b", second, dtype, Strategy.of({"w": Layout.of([4], [-1, 0])}))
+    a = one_tensor(tmp_path / "a", first, Layout.of([4], [0, -1]))
+    b = one_tensor(tmp_path / "b", second, Layout.of([4], [-1, 0]))
     mean = (a["w"] - b["w"]).mean().compute()
     exact = first.astype(np.float64) - second.astype(np.float64)
     assert mean == pytest.approx(exact.mean(), rel=1e-5)
@@ -283,7 +274,7 @@ def test_a_difference_of_two_layouts_merges_neither(tmp_path: Path, store: Count
 
 def test_a_slice_that_is_used_twice_reads_no_more(tmp_path: Path, store: CountingStore) -> None:
     values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
-    weight = written(tmp_path, values, "float32", Strategy.of({"w": Layout.of([4], [0, -1])}))["w"]
+    weight = one_tensor(tmp_path, values, Layout.of([4], [0, -1]))["w"]
     part = weight[10:40, 3:7][2:, 1]
     assert ((part - part.mean()).compute() == values[12:40, 4] - values[12:40, 4].mean()).all()
     assert store.nbytes <= 28 * 32 * 4
@@ -299,20 +290,7 @@ def test_a_slice_that_is_used_twice_reads_no_more(tmp_path: Path, store: Countin
         weight[64]
 
 
-def written(root: Path, values: np.ndarray[Any, Any], dtype: str, strategy: Strategy) -> Checkpoint:
-    """A safetensors checkpoint of one tensor `w`."""
-    from reshard.core.model.entries import Content
-    from reshard.kits.files import by_name
-
-    for rank, block in strategy.grid("w", values.shape).by_rank().items():
-        part = np.ascontiguousarray(values[tuple(map(slice, block.start, block.stop))])
-        layout = by_name("safetensors").lay_out([Content("w", BY_NAME[dtype], part.shape)], {"format": "ms"})
-        contents = bytearray(layout.size)
-        for offset, literal in layout.literals:
-            contents[offset : offset + len(literal)] = literal
-        ((offset, nbytes),) = places(layout)["w"]
-        contents[offset : offset + nbytes] = part.tobytes()
-        path = root / f"rank_{rank}" / "x.safetensors"
-        path.parent.mkdir(parents=True)
-        path.write_bytes(contents)
-    return reshard.open(root, strategy=strategy)
+def one_tensor(root: Path, values: np.ndarray[Any, Any], layout: Layout) -> Checkpoint:
+    """A checkpoint of one tensor `w`."""
+    strategy = Strategy.of({"w": layout})
+    return reshard.open(checkpoints.write_ranks(root, {"w": values}, strategy), strategy=strategy)

@@ -118,28 +118,6 @@ def test_a_log_gets_a_line_every_thirty_seconds() -> None:
     ]
 
 
-def test_where_there_is_no_terminal_lines_go_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lines, "EVERY", 0.0)
-    log = io.StringIO()
-    with redirect_stderr(log), progress(quiet=False) as shown:
-        assert shown is not None
-        shown(Progress(500, 1000, 1.0))
-    assert log.getvalue() == "writing: 50%, 500 B of 1.0 kB, 500 B/s, 0:00:01 left\n"
-    with progress(quiet=True) as shown:
-        assert shown is None
-
-
-def test_a_bar_names_its_phase(terminal: Terminal) -> None:
-    with redirect_stderr(terminal), progress(quiet=False, words=("comparing", "closing")) as shown:
-        assert shown is not None
-        shown(Progress(500, 1000, 0.1))
-        time.sleep(0.2)
-        shown(Progress(1000, 1000, 0.2))
-        time.sleep(0.2)
-    for word in ("comparing", "closing"):
-        assert word in terminal.getvalue()
-
-
 def test_a_phase_without_bytes_is_named_and_gone_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     with redirect_stderr(terminal):

@@ -67,10 +67,6 @@ def test_a_table_shows_the_blocks(source: reshard.Checkpoint) -> None:
     assert "whole" in planned._repr_html_()
 
 
-def test_a_choice_has_fewer_blocks(source: reshard.Checkpoint) -> None:
-    assert list(source.sel("*.w").rank(1)) == ["a.w", "b.w"]
-
-
 def test_a_rank_without_files_is_refused(source: reshard.Checkpoint) -> None:
     with refused(UsageError, "no-such-rank", "7", "0-3"):
         source.rank(7)
@@ -103,9 +99,3 @@ def test_computed_tensors_are_those_of_their_ranks(source: reshard.Checkpoint, r
     assert set(assigned) == set(arrays)
     for name, value in arrays.items():
         assert np.array_equal(assigned[name].compute(), value), name
-
-
-def test_chunks_that_are_the_blocks_before(source: reshard.Checkpoint) -> None:
-    twice = source.assign({"b.w": source["b.w"] * 2})
-    for rank in range(4):
-        assert np.array_equal(twice.rank(rank)["b.w"].compute(), 2 * blocks(FULL, STRATEGY, rank)["b.w"])

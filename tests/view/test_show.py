@@ -14,17 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard.core.layout.block import Block
 from reshard.core.layout.layout import Layout
-from reshard.core.model.checkpoint import Checkpoint, Shard, Sharding, SourceFile, Tensor, TensorSpec
-from reshard.core.model.entries import Entry, Extent, FileIndex, Replica
+from reshard.core.model.checkpoint import Checkpoint, Sharding, SourceFile, Tensor, TensorSpec
+from reshard.core.model.entries import Entry, FileIndex, Replica
 from reshard.dtypes import BY_NAME
 from reshard.errors import printable
 from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
 from reshard.view.tables import checkpoint_text, rank_files_data, rank_files_text, rank_parts
 from reshard.view.text import bytes_text, plan_text, table_lines
-from reshard.view.words import layout_words, plan_data, ranks_words, strategy_data, strategy_text
+from reshard.view.words import layout_words, plan_data, strategy_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,16 +43,6 @@ def expand(folded: str) -> list[str]:
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
-def test_layers_and_experts_become_one_row() -> None:
-    names = [f"layers.{i}.experts.{j}.w1" for i in range(12) for j in range(8)]
-    assert group_names((name, None) for name in names) == [("layers.{0-11}.experts.{0-7}.w1", None, 96)]
-
-
-def test_a_row_stands_for_nothing_that_is_not_there() -> None:
-    names = ["a.0.0", "a.0.1", "a.1.0"]
-    assert group_names((name, None) for name in names) == [("a.0.{0-1}", None, 2), ("a.1.0", None, 1)]
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_a_table_is_not_wider_than_it_may_be_and_has_all_numbers(width: int) -> None:
     header = ("tensor", "bytes", "layout", "shards x replicas")
@@ -66,11 +55,6 @@ def test_a_table_is_not_wider_than_it_may_be_and_has_all_numbers(width: int) -> 
 def test_a_name_that_is_longer_than_others_does_not_widen_their_rows() -> None:
     lines = table_lines(("tensor", "bytes"), [("n" * 4000, "1 B"), ("m", "2 B")])
     assert [len(line) for line in lines] == [263, 4000 + 7, 263]
-
-
-def test_different_kinds_stay_apart() -> None:
-    rows = group_names([("h.0.w", "float32"), ("h.1.w", "bfloat16"), ("h.2.w", "float32")])
-    assert rows == [("h.{0,2}.w", "float32", 2), ("h.1.w", "bfloat16", 1)]
 
 
 @given(
@@ -92,20 +76,12 @@ def test_what_a_terminal_would_obey_is_escaped(name: str) -> None:
     assert text.startswith("w\\" if name != "a\nb" else "wa\\n")
 
 
-def test_letters_of_any_script_are_left_alone() -> None:
-    assert printable("größe.ω.权重") == "größe.ω.权重"
-
-
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (14_924, "14.9 kB"), (999_950, "1.0 MB"), (2_147_483_648, "2.1 GB")],
 )
 def test_sizes(nbytes: int, text: str) -> None:
     assert bytes_text(nbytes) == text
-
-
-def test_optimizer_sharding_is_reported() -> None:
-    assert layout_words(Layout.of([2, 2], [0, -1], -1)) == "rows / 4 (2 for the optimizer)"
 
 
 def test_a_layout_that_cannot_be_is_shown_with_the_reason() -> None:
@@ -131,19 +107,6 @@ def test_words_count_the_blocks_and_the_copies(case: tuple[Layout, tuple[int, ..
     ways = [int(way) for way in re.findall(r"/ (\d+)", words)]
     assert prod(ways) == len(grid.blocks)
     assert int(copies.split()[0] if copies else 1) == len(grid.ranks[0])
-
-
-def test_ranks_are_counted_in_steps() -> None:
-    assert ranks_words(range(0, 64, 8)) == "0-56, step 8"
-    assert ranks_words([3]) == "3"
-
-
-def test_a_real_pipeline_tells_its_stages(mindspore_data: Path) -> None:
-    strategy = reshard.read_strategy(mindspore_data / "merged" / "pipe_tut8.ckpt")
-    text = strategy_text(strategy, "merged.ckpt")
-    assert "2 stages of 4 devices" in text
-    assert {line.split(":")[0] for line in text.splitlines() if line.startswith("stage")} == {"stage 0", "stage 1"}
-    assert sum(len(places) for places in strategy.tensors.values()) == len(strategy_data(strategy)["tensors"])
 
 
 def test_a_real_checkpoint(mindspore_data: Path) -> None:
@@ -202,28 +165,6 @@ def test_ranks_with_different_files_are_shown_apart() -> None:
     assert "rank 1: 1 tensor, 48 B" in text
     groups = rank_files_data(parts, [])["groups"]
     assert [group["ranks"] for group in groups] == [[0, 2, 3], [1]]  # type: ignore[attr-defined,index]
-
-
-def test_hostile_names_do_not_reach_a_terminal() -> None:
-    name = "w\x1b]0;title\x07\n\u202e"
-    block = Block.whole((2,))
-    spec = TensorSpec(name, FLOAT32, (2,))
-    index = FileIndex("ckpt", {name: Entry(FLOAT32, (2,), ((0, 8),))})
-    file = SourceFile("x\x1b[0m.ckpt", 10, 0, index)
-    unreadable = {"m\x1bap": "is a \x1b map"}
-    tensor = Tensor.of(spec, [Shard(block, (Extent(0, ((0, 8),)),))])
-    checkpoint = Checkpoint("x\x1b", {name: tensor}, (file,), (0,), unreadable=unreadable)
-    strategy = Strategy.of({name: Layout.of([1], [-1])})
-    texts = [
-        checkpoint_text(checkpoint),
-        rank_files_text(rank_parts("x\x1b", (file,), (0,))),
-        strategy_text(strategy, "x\x1b"),
-        plan_text(reshard.plan(reshard.Checkpoint(checkpoint), strategy, drop=["*"])._record, "out\x1b"),
-    ]
-    for text in texts:
-        assert all(line.isprintable() for line in text.split("\n"))
-        assert "\\x1b" in text
-        assert len([line for line in text.split("\n") if "title" in line]) <= 1
 
 
 def test_a_plan_tells_what_it_costs(mindspore_data: Path) -> None:

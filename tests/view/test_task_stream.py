@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import time
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +14,7 @@ from clusters import client_of, cluster
 
 import reshard
 from reshard.core.plan import budget
-from reshard.core.run.settings import Receipt, Report, timed
-from reshard.view.runs.task_stream import Box, _boxes
+from reshard.core.run.settings import Receipt, Report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,37 +102,3 @@ def test_ten_thousand_tasks_are_a_small_picture_of_all_of_them() -> None:
     shown = [int(count) for tip in tips(report) for count in re.findall(r"^(\d+) task", tip)]
     assert sum(shown) == 32 * 250
     assert len(shown) <= 800
-
-
-def test_joined_boxes_have_the_sums_of_their_tasks() -> None:
-    (boxes,) = _boxes([[receipt for receipt in LONG for _ in range(8) if receipt.worker == "host:0 t0"]], 1e9, 8.0)
-    assert len(boxes) <= 800
-    assert {box.kind for box in boxes} == {"create", "move"}
-    assert sum(box.tasks for box in boxes) == 2000
-    assert (sum(box.read for box in boxes), sum(box.written for box in boxes)) == (2_000_000, 4_000_000)
-    assert sum(box.busy for box in boxes) == pytest.approx(40)
-    assert all(a.begin <= b.begin for a, b in pairwise(boxes))
-    assert (
-        Box("move", 0, 1, 1, 2, 3000, 4000).text
-        == "2 tasks to move bytes: read 3.0 kB, wrote 4.0 kB in 1.000 s, from 0.000 s on"
-    )
-
-
-def test_reports_of_before_have_no_times() -> None:
-    old = pickle.loads(pickle.dumps(report_of([Receipt("move 0", 1, 1, 0.1)])))  # noqa: S301 -- made here
-    assert tips(old) == []
-    assert "no task ran" in old._repr_html_()
-
-
-def test_a_receipt_costs_microseconds() -> None:
-    receipt = Receipt("move 0", 1, 1)
-    task = timed(lambda: receipt)
-    fastest = min(_seconds(task) for _ in range(5))
-    assert fastest < 50e-6
-
-
-def _seconds(task: object) -> float:
-    began = time.perf_counter()
-    for _ in range(1000):
-        task()  # type: ignore[operator]
-    return (time.perf_counter() - began) / 1000

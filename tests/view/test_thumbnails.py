@@ -64,19 +64,6 @@ def test_each_row_of_a_checkpoint_and_of_a_plan_has_its_cut(dcp: reshard.Checkpo
     assert up_target == down == down_target
 
 
-def test_whole_tensors_of_one_rank_need_no_picture(tmp_path: Path) -> None:
-    reshard.write(numbers({"w": (4, 4)}), tmp_path / "set", format="hf")
-    assert not thumbnails(parsed(reshard.open(tmp_path / "set")))
-
-
-def test_the_layout_of_a_dcp_agrees_with_its_blocks(dcp: reshard.Checkpoint) -> None:
-    rules = [span.get("title", "") for span in parsed(dcp).iter("span") if "blocks x copies" in span.get("title", "")]
-    assert rules == [
-        "4 x 1 blocks x copies in the files", "4 x 1 blocks x copies in the files",
-        "whole; 1 x 1 blocks x copies in the files",
-    ]  # fmt: skip
-
-
 def test_two_strategies_stand_side_by_side() -> None:
     other = Strategy.of({"up": COLUMNS, "down": Layout.of([2, 2], [-1, (1, 0)]), "bias": WHOLE})
     diff = MESH.diff(other)
@@ -86,12 +73,6 @@ def test_two_strategies_stand_side_by_side() -> None:
     assert [row.text for row in root.iter("code")] == ["norm", "bias"]
     assert not thumbnails(parsed(MESH.diff(MESH)))
     assert MESH.diff(MESH).same
-
-
-def test_ranks_of_a_stage_have_their_own_colours() -> None:
-    stages = Strategy.of({"a": {0: ROWS}, "b": {1: ROWS}})
-    (_, first), (_, second) = thumbnails(parsed(stages))
-    assert first != second
 
 
 def test_files_that_are_of_no_rank_have_their_names(dcp: reshard.Checkpoint, tmp_path: Path) -> None:
@@ -106,11 +87,6 @@ def test_files_that_are_of_no_rank_have_their_names(dcp: reshard.Checkpoint, tmp
     back = flow._of_plan(reshard.plan(reshard.open(tmp_path / "set"), MESH)._record)
     assert sorted(node.name for node in back.sources) == [f"model-0000{n}-of-00003" for n in (1, 2, 3)]
     assert [node.name for node in back.targets] == [f"rank {rank}" for rank in range(4)]
-
-
-def test_an_index_beside_files_of_ranks_has_its_name(dcp: reshard.Checkpoint) -> None:
-    drawn = flow._of_plan(reshard.plan(dcp, MESH, files=reshard.DCP())._record)
-    assert [node.name for node in drawn.targets] == [*(f"rank {rank}" for rank in range(4)), ".metadata"]
 
 
 def test_files_of_one_rank_are_told_apart() -> None:

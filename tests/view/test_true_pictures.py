@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
-from checkpoints import write_file
 from commands import done
 
 import reshard
@@ -53,29 +51,3 @@ def test_orbax_shows_the_devices_of_the_training(mindspore_data: Path) -> None:
     page = reshard.open(mindspore_data / "orbax/mesh4x2_ocdbt_zarr2/checkpoint")._repr_html_()
     assert '<div class="what">devices</div><b>8</b>' in page
     assert '<div class="what">ranks</div>' not in page
-
-
-def test_an_average_is_grey(tmp_path: Path) -> None:
-    sources = [
-        reshard.open(write_file(tmp_path / f"{n}.safetensors", {"w": np.ones((4, 6), np.float32)})) for n in "ab"
-    ]
-    average = reshard.average(sources)
-    assert fills(average.picture("w").svg()) == {GREY[0]}
-    assert fills(average._repr_html_()) == {GREY[0]}
-    assert fills(reshard.plan(average).picture("w").svg()) >= {GREY[0]}
-
-
-def test_values_of_objects_are_not_called_reasons(zero3: reshard.Checkpoint) -> None:
-    page = zero3._repr_html_()
-    assert "skipped_steps" in page
-    assert ">reason<" not in page
-
-
-def test_plan_and_report_say_how_large_the_files_are(tmp_path: Path) -> None:
-    source = reshard.open(write_file(tmp_path / "a.safetensors", {"w": np.ones((40, 60), np.float32)}))
-    plan = reshard.plan(source, format="safetensors")
-    report = plan.run(tmp_path / "out")
-    size = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.safetensors"))
-    tile = f"<b>{size / 1000:.1f} kB</b>"
-    assert f'<div class="what">write</div>{tile}' in plan._repr_html_()
-    assert f'<div class="what">written</div>{tile}' in report._repr_html_()
