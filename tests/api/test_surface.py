@@ -6,12 +6,10 @@ import inspect
 import json
 from typing import TYPE_CHECKING, Any
 
-import dask.threaded
 import ml_dtypes  # noqa: F401 -- registers bfloat16, which is compared
 import numpy as np
 import pytest
 import users_script
-from commands import Case, call, done
 from dask.array import Array
 from refusals import failed, refused
 from safetensors.numpy import load_file, save_file
@@ -118,25 +116,6 @@ def test_a_format_in_place_of_a_strategy_is_refused_with_the_keyword_that_takes_
         reshard.plan(source, "dpc")
 
 
-def test_a_graph_gives_a_report_and_a_run_takes_a_scheduler(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    plan = reshard.plan(source, format="safetensors")
-    computed = plan.graph(tmp_path / "computed").compute()
-    assert isinstance(computed, reshard.Report)
-    called = []
-
-    def get(tasks: Any, key: Any, **options: Any) -> Any:
-        called.append(key)
-        return dask.threaded.get(tasks, key, **options)
-
-    told: list[reshard.Progress] = []
-    report = plan.run(tmp_path / "run", scheduler=get, progress=told.append)
-    assert called
-    assert report.bytes_written == computed.bytes_written == told[-1].written
-    assert reshard.verify(tmp_path / "run")
-    with refused(reshard.UsageError, "two-schedulers"):
-        plan.run(tmp_path / "again", scheduler=get, client=object())
-
-
 def test_convert_takes_the_format_from_the_name_or_the_source(
     source: reshard.Checkpoint, home: Path, tmp_path: Path
 ) -> None:
@@ -176,13 +155,6 @@ def test_the_safetensors_library_reads_what_was_written(source: reshard.Checkpoi
         reshard.verify(tmp_path / "out" / "rank_0", independent=True)
     with refused(reshard.UsageError, "not-for-the-library"):
         reshard.verify(home / "src_checkpoints", home / "src_strategy.ckpt", against=source, independent=True)
-
-
-def test_the_command_reads_with_the_library_too(case: Case, tmp_path: Path) -> None:
-    done("transform", case.source, tmp_path / "out", *case.strategies, "--format", "safetensors")
-    result = json.loads(done("verify", tmp_path / "out", "--independent", "--json").stdout)
-    assert (result["independent"], result["equal"]) == (4, True)
-    assert call("verify", tmp_path / "out" / "rank_0", "--independent").exit_code == 2
 
 
 def test_a_users_script_runs(home: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import sys, time
 import numpy as np
 from pathlib import Path
 from safetensors.numpy import load_file, save_file
-import ml_dtypes
+import ml_dtypes  # noqa: F401 -- registers bfloat16, which is compared
 source, out = Path(sys.argv[1]), Path(sys.argv[2])
 began = time.perf_counter()
 ranks = [load_file(source / f"rank_{r}" / f"checkpoint_{r}.safetensors") for r in range(8)]

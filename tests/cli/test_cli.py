@@ -6,7 +6,6 @@ import json
 import shutil
 from typing import TYPE_CHECKING
 
-import helpers
 import pytest
 from checkpoints import tree
 from commands import Case, call, done, names_in, proposed
@@ -29,14 +28,6 @@ def test_transform_writes_files_and_says_so(case: Case, tmp_path: Path) -> None:
     assert checked.startswith("  15 tensors; all 80 replicas sampled; every block checksummed; peak memory ")
     assert following == f"next: reshard verify {tmp_path}/dst"
     assert result.stderr == ""
-
-
-def test_verbose_tells_the_rest(case: Case, tmp_path: Path) -> None:
-    result = done("transform", case.source, tmp_path / "dst", *case.strategies, "-v")
-    assert "read 14.9 kB from 2 files, wrote 15.0 kB of contents in " in result.stdout
-    assert "9 replicas of blocks" in result.stdout
-    assert f"checksums: CRC-32C of every block, in {tmp_path}/dst/.reshard\n" in result.stdout
-    assert result.stderr == f"to look at it: reshard inspect {tmp_path}/dst\n"
 
 
 def test_the_command_it_proposes_works(case: Case, tmp_path: Path) -> None:
@@ -93,30 +84,18 @@ def test_json_has_the_same_keys_before_and_after(case: Case, tmp_path: Path) -> 
     before = json.loads(done(*command, "--dry-run").stdout)
     after = json.loads(done(*command).stdout)
     assert list(before) == list(after)
-    assert before["seconds"] is None
-    assert after["seconds"] > 0
-    assert (before["measured_memory"], before["verify"]) == (None, None)
-    same = set(before) - {
-        "dry_run",
-        "seconds",
-        "ran_on",
-        "measured_memory",
-        "checksums",
-        "resumed",
-        "finished",
-        "removed",
-        "verify",
-    }
-    assert {key: before[key] for key in same} == {key: after[key] for key in same}
+    assert {key for key in before if before[key] != after[key]} == {
+        "dry_run", "seconds", "ran_on", "measured_memory", "checksums", "resumed", "finished", "removed", "verify",
+    }  # fmt: skip
     assert set(before) == {
         "dry_run", "source", "target", "encryption", "format", "ranks", "tensors", "bytes_needed", "bytes_read",
-        "bytes_written", "target_bytes", "step", "left_out", "schema",
-        "source_files", "target_files", "tasks", "peak_memory", "partition", "read_amplification", "seconds", "ran_on",
-        "dropped",
-        "missing", "warnings", "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed",
-        "finished",
-        "verify", "manifest", "changes", "removed", "bytes_copied", "requests",
+        "bytes_written", "target_bytes", "step", "left_out", "schema", "source_files", "target_files", "tasks",
+        "peak_memory", "partition", "read_amplification", "seconds", "ran_on", "dropped", "missing", "warnings",
+        "sampled", "files", "replicas", "links", "measured_memory", "checksums", "resumed", "finished", "verify",
+        "manifest", "changes", "removed", "bytes_copied", "requests",
     }  # fmt: skip
+    assert (before["seconds"], before["measured_memory"], before["verify"]) == (None, None, None)
+    assert after["seconds"] > 0
     assert before["files"][3] == {"rank": 3, "path": "rank_3/checkpoint_3.ckpt", "nbytes": 4321}
     sizes = {name.removeprefix("dst/"): len(content) for name, content in tree(tmp_path).items()}
     assert {file["path"]: file["nbytes"] for file in after["files"]} == sizes
@@ -137,46 +116,12 @@ def test_quiet_says_nothing(case: Case, tmp_path: Path) -> None:
     assert (result.stdout, result.stderr) == ("", "")
 
 
-@pytest.mark.parametrize(
-    "options", [["--threads", "1"], ["--threads", "3"], ["--scheduler", "synchronous"], ["--no-fsync"]]
-)
-def test_how_it_runs_does_not_change_a_byte(case: Case, tmp_path: Path, options: list[str]) -> None:
-    done("transform", case.source, tmp_path / "a", *case.strategies)
-    done("transform", case.source, tmp_path / "b", *case.strategies, *options)
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
-
-
 def test_ranks_format_and_prefix(case: Case, tmp_path: Path) -> None:
     done(
         "transform", case.source, tmp_path, *case.strategies,
         "--ranks", "0,2-3", "--format", "safetensors", "--prefix", "net-",
     )  # fmt: skip
     assert sorted(tree(tmp_path)) == [f"rank_{r}/net-{r}.safetensors" for r in (0, 2, 3)]
-
-
-def test_either_strategy_may_be_left_out(case: Case, tmp_path: Path) -> None:
-    done("transform", case.source, tmp_path / "whole", "--source-strategy", case.source_strategy)
-    done("transform", tmp_path / "whole", tmp_path / "a", "--target-strategy", case.target_strategy)
-    done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert list(tree(tmp_path / "whole")) == ["rank_0/checkpoint_0.ckpt"]
-    for rank in range(4):
-        first = reshard.open(tmp_path / "a" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
-        second = reshard.open(tmp_path / "b" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
-        assert {name: first[name].compute().tobytes() for name in first} == {
-            name: second[name].compute().tobytes() for name in second
-        }
-
-
-def test_a_strategy_may_be_a_directory(case: Case, tmp_path: Path) -> None:
-    folder = tmp_path / "strategies"
-    folder.mkdir()
-    for path in case.source_strategy.parent.glob("strategy_*.ckpt"):
-        shutil.copy(path, folder)
-    assert len(list(folder.iterdir())) == 8
-    strategies = ["--source-strategy", folder, "--target-strategy", case.target_strategy]
-    done("transform", case.source, tmp_path / "a", *strategies)
-    done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
 def lacking(case: Case, tmp_path: Path, side: str, *absent: str) -> list[str | Path]:
@@ -220,9 +165,10 @@ def test_a_layout_by_hand_stands_in_for_the_strategy(case: Case, tmp_path: Path)
         4, "unlisted-tensor", "transform", case.source, tmp_path / "a", *strategies,
         places=("--layout 'net.layer1.weight=RULE'",),
     )  # fmt: skip
-    done("transform", case.source, tmp_path / "a", *strategies, "--layout", "net.layer1.weight=2,2,2:-1,1")
     done("transform", case.source, tmp_path / "b", *case.strategies)
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    for number, rule in enumerate(("2,2,2:-1,1", "[2, 2, 2] map [-1, 1]")):  # the second as it is shown
+        done("transform", case.source, tmp_path / f"{number}", *strategies, "--layout", f"net.layer1.weight={rule}")
+        assert tree(tmp_path / f"{number}") == tree(tmp_path / "b")
 
 
 def test_other_names_of_ranks_and_steps(case: Case, tmp_path: Path) -> None:
@@ -308,18 +254,6 @@ def test_what_selects_nothing_is_2(case: Case, tmp_path: Path) -> None:
         (["--cast", "a=b"], "unknown-dtype", "'a'"),
     ):
         failed(2, code, "transform", case.source, tmp_path, *case.strategies, *options, places=(place,))
-
-
-def test_replicas_stored_once_are_read_back(case: Case, tmp_path: Path) -> None:
-    command = ["transform", case.source, tmp_path / "once", "--source-strategy", case.source_strategy]
-    done(*command, "--target-strategy", case.source_strategy, "--format", "safetensors", "--remove-redundancy")
-    whole = sum(len(content) for content in tree(case.source).values())
-    assert sum(len(content) for content in tree(tmp_path / "once").values()) < whole / 2
-    done("transform", tmp_path / "once", tmp_path / "a", *case.strategies, "--format", "ckpt")
-    done("transform", case.source, tmp_path / "b", *case.strategies)
-    for path in sorted((tmp_path / "a").rglob("*.ckpt")):
-        expected = tmp_path / "b" / path.relative_to(tmp_path / "a")
-        assert helpers.read_rank_file(path) == helpers.read_rank_file(expected)
 
 
 def test_links_and_memory(case: Case, tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from checkpoints import tree, write_file
-from commands import Case, call, done, next_command
+from checkpoints import tree
+from commands import Case, call, done
 from refusals import failed
 
 import reshard
@@ -44,21 +43,6 @@ def test_what_is_planned_is_what_transform_does(case: Case, tmp_path: Path, opti
     assert tree(tmp_path / "dst") == tree(tmp_path / "direct")
 
 
-@pytest.mark.parametrize("style", ["mindspore", "huggingface"])
-def test_what_is_planned_is_what_unify_does(case: Case, tmp_path: Path, style: str) -> None:
-    options = ["--source-strategy", case.source_strategy, "--style", style, "--max-shard-size", "4kB"]
-    done("unify", case.source, tmp_path / "direct", *options)
-    path = saved(case, tmp_path, *options)
-    result = done("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
-    assert tree(tmp_path / "dst") == tree(tmp_path / "direct")
-    assert next_command(result) == ["verify", f"{tmp_path}/dst"]
-    (tmp_path / "dst" / "hyper_param.ckpt").touch()
-    failed(
-        6, "other-set", "run", path, tmp_path / "dst", "--source", tmp_path / "moved", "--overwrite",
-        places=("hyper_param.ckpt",),
-    )  # fmt: skip
-
-
 def test_a_plan_is_shown_as_a_dry_run_is(case: Case, tmp_path: Path) -> None:
     shown = done("plan", case.source, tmp_path / "dst", *case.strategies)
     dry = done("convert", case.source, tmp_path / "dst", *case.strategies, "--dry-run")
@@ -69,28 +53,6 @@ def test_a_plan_is_shown_as_a_dry_run_is(case: Case, tmp_path: Path) -> None:
         done("transform", case.source, tmp_path / "dst", *case.strategies, "--dry-run", "--json").stdout
     )
     assert not list(tmp_path.iterdir())
-
-
-def test_it_says_how_to_run_it(case: Case, tmp_path: Path) -> None:
-    result = done("plan", case.source, *case.strategies, "-o", tmp_path / "my plan.json")
-    assert "would write 4 ckpt files for 4 ranks to TARGET\n" in result.stdout
-    assert next_command(result) == ["run", f"{tmp_path}/my plan.json", "TARGET"]
-    quiet = done("plan", case.source, *case.strategies, "-o", tmp_path / "plan.json", "-q")
-    assert quiet.stdout == quiet.stderr == ""
-    as_json = done("plan", case.source, *case.strategies, "-o", tmp_path / "plan.json", "--overwrite", "--json")
-    assert json.loads(as_json.stdout)["dry_run"] is True
-
-
-def test_a_run_ends_with_a_report(case: Case, tmp_path: Path) -> None:
-    path = saved(case, tmp_path, *case.strategies)
-    result = done("run", path, tmp_path / "dst", "--source", tmp_path / "moved")
-    assert f"wrote 4 ckpt files for 4 ranks to {tmp_path}/dst " in result.stdout
-    verify = result.stdout.splitlines()[-1].removeprefix("next: ")
-    assert shlex.split(verify) == ["reshard", "verify", f"{tmp_path}/dst"]
-    assert (
-        done(*shlex.split(verify)[1:]).stdout
-        == f"verified: {tmp_path}/dst = {tmp_path}/moved; every bit of 15 tensors\n"
-    )
 
 
 def test_run_takes_the_options_of_transform(case: Case, tmp_path: Path) -> None:
@@ -155,21 +117,6 @@ def test_what_is_not_a_plan_is_refused(case: Case, tmp_path: Path) -> None:
     assert refused.stderr.count("error: ") == 1
 
 
-def test_the_command_that_verifies_knows_what_was_asked_for(case: Case, tmp_path: Path) -> None:
-    (tmp_path / "names.json").write_text('{"net.layer*.weight": "model.*.w"}')
-    options = ["--source-strategy", case.source_strategy, "--rank-pattern", "rank_{rank}/*.ckpt", "--partial"]
-    options += ["--name-map", tmp_path / "names.json", "--include", "*.weight@6", "--cast", "float32=bfloat16"]
-    direct = done("transform", case.source, tmp_path / "direct", *options).stdout.splitlines()[-1]
-    path = saved(case, tmp_path, *options)
-    again = done("run", path, tmp_path / "dst", "--source", tmp_path / "moved").stdout.splitlines()[-1]
-    for line, target, source in ((direct, "direct", case.source), (again, "dst", tmp_path / "moved")):
-        words = shlex.split(line.removeprefix("next: reshard "))
-        assert words == ["verify", f"{tmp_path}/{target}"]
-        said = done(*words).stdout
-        changed = "6 tensors renamed, cast to bfloat16"
-        assert said.startswith(f"verified: {tmp_path}/{target} = {source} after changes ({changed}); every bit of 6 ")
-
-
 def verified(line: str) -> int:
     """Type the command that a report proposes; return its exit code."""
     assert line.startswith("next: reshard verify "), line
@@ -211,19 +158,3 @@ def test_the_command_verifies_what_was_planned_in_python(
 
 def selected_names(source: reshard.Checkpoint, selection: Selection) -> set[str]:
     return {each.source_name for each in reshard.plan(source, selection=selection)._record.transfers}
-
-
-def test_the_command_verifies_what_no_options_say(case: Case, tmp_path: Path) -> None:
-    full = {f"w{number}": np.ones(number, np.float32) for number in range(1, 101)}
-    write_file(tmp_path / "many" / "a.safetensors", full)
-    half = reshard.open(tmp_path / "many" / "a.safetensors").sel(*(f"w{number}" for number in range(1, 51)))
-    reshard.plan(half).save(tmp_path / "half.json")
-    source = reshard.open(case.source, strategy=case.source_strategy)
-    shutil.copytree(case.source, tmp_path / "odd")
-    odd = {rank: next((tmp_path / "odd" / f"rank_{rank}").glob("*")) for rank in set(source.ranks)}
-    for rank, path in odd.items():
-        odd[rank] = path.rename(tmp_path / "odd" / f"{rank}-{path.name}")
-    reshard.plan(reshard.open(odd, strategy=case.source_strategy)).save(tmp_path / "odd.json")
-    for name in ("half", "odd"):
-        result = done("run", tmp_path / f"{name}.json", tmp_path / name / "dst")
-        assert verified(result.stdout.splitlines()[-1]) == 0

@@ -194,18 +194,6 @@ def test_an_interrupt_while_modules_are_imported(case: Case, tmp_path: Path, num
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_an_interrupt_at_any_import(case: Case, tmp_path: Path) -> None:
-    """The last of them are of the run."""
-    found = set()
-    for number in range(1, 1000, 9):
-        ended = interrupted_at_import(number, ["transform", case.source, tmp_path / f"{number}", *case.strategies])
-        assert ended.stderr.count("\n") == (ended.returncode != 0), ended.stderr
-        found.add((ended.returncode, ended.stderr.partition(" ")[0].strip()))
-    assert found <= {(130, "interrupted;"), (0, "")}
-    assert len(found) == 2
-
-
 def test_an_interrupt_while_it_plans_says_that_nothing_was_written(case: Case, tmp_path: Path) -> None:
     command: list[str | Path] = ["transform", case.source, tmp_path, *case.strategies, "--json"]
     returned, said = stopped_at("read_into", 0.2, signal.SIGTERM, command)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from refusals import refused
+from commands import done
+from refusals import failed, refused
 
 import reshard
 from reshard.cli.groups import demo
@@ -21,16 +22,6 @@ def made(tmp_path: Path) -> Path:
     reshard.demo("mindspore", tmp_path)
     demo.convert(tmp_path)
     return tmp_path
-
-
-def test_it_tells_what_it_did_and_what_to_type_next(tmp_path: Path) -> None:
-    lines: list[str] = []
-    demo.demo("mindspore", tmp_path / "a b", lines.append)
-    text = "\n".join(lines)
-    assert "Converted 8 ranks to 4" in text
-    assert "Checked 4 files: all 14,960 bytes of their 60 tensors are equal to numpy slices" in text
-    assert f"reshard inspect '{tmp_path}/a b/src_checkpoints' --source-strategy" in text
-    assert "import reshard" in text
 
 
 def test_the_lines_for_python_run(tmp_path: Path) -> None:
@@ -87,3 +78,34 @@ def test_a_missing_file_is_found(made: Path) -> None:
     (made / "dst_checkpoints" / "rank_3" / "checkpoint_3.ckpt").unlink()
     with refused(VerifyError, "cannot-read", "checkpoint_3.ckpt"):
         demo.check(made)
+
+
+# --- `reshard demo`: what it prints, and how it exits when a byte is wrong or the folder is not its own ---
+
+
+def test_demo_exits_3_when_a_byte_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reshard.cli.groups import demo
+
+    honest = demo.convert
+
+    def tampered(directory: Path) -> object:
+        report = honest(directory)
+        path = directory / "dst_checkpoints" / "rank_2" / "checkpoint_2.ckpt"
+        content = bytearray(path.read_bytes())
+        content[content.index(b"net.layer2.weight") + 60] ^= 1
+        path.write_bytes(content)
+        return report
+
+    monkeypatch.setattr(demo, "convert", tampered)
+    path = tmp_path / "d" / "dst_checkpoints" / "rank_2" / "checkpoint_2.ckpt"
+    failed(3, "not-equal", "demo", "mindspore", tmp_path / "d", places=("'net.layer2.weight'", path))
+
+
+def test_the_folders_that_guides_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done("demo", "training")
+    monkeypatch.chdir(tmp_path / "reshard-demo-training")
+    for step in ("step-100", "step-200", "step-300", "crashed/old/step-100", "crashed/step-300"):
+        assert (tmp_path / "reshard-demo-training" / step / ".metadata").is_file()
+    assert done("runs", "crashed", "--newest").stdout == "crashed/step-300\n"
+    failed(2, "unknown-demo", "demo", "trainings", places=("training",))

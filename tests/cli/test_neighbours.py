@@ -14,14 +14,11 @@ from refusals import failed, refused
 
 import reshard
 from reshard import HuggingFaceSet, Layout, MindSporeSet, Strategy
-from reshard.core.model.entries import SizedTensor
 from reshard.errors import TargetError
-from reshard.formats.sets.options import share_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from faulty import Call, Faults
 
 SHAPES = {"a": (8, 4), "b": (4, 8), "c": (4, 4)}
 FULL = numbers(SHAPES)
@@ -70,39 +67,6 @@ def test_a_shard_of_unknown_origin_is_not_removed(whole: Path, out: Path, style:
     for options in (["--overwrite"], ["--overwrite", "--dry-run"], ["--restart"], []):
         failed(6, "other-set", *command, *options, places=(changed.name,))
         assert tree(out) == before
-
-
-def test_what_a_run_that_was_killed_left_is_not_a_part_of_another_set(whole: Path, out: Path, faults: Faults) -> None:
-    """Some files had their names already, and no index says whose they are."""
-    small, large = (
-        reshard.plan(reshard.open(whole), files=MindSporeSet(size), format="safetensors") for size in (100, 10_000)
-    )
-
-    def killed(call: Call) -> None:
-        if call.path.endswith(".json"):
-            raise KeyboardInterrupt
-
-    faults.every(killed, "publish")
-    with pytest.raises(KeyboardInterrupt):
-        small.run(out)
-    faults.clear()
-    assert sorted(tree(out)) == [f"part{number}.safetensors" for number in range(3)]
-    with refused(TargetError, "other-set", "part1.safetensors, part2.safetensors"):
-        large.run(out)
-    small.run(out)
-    small.run(out.parent / "undisturbed")
-    assert tree(out) == tree(out.parent / "undisturbed")
-
-
-def test_what_other_processes_write_is_of_the_same_set(whole: Path, out: Path) -> None:
-    source = reshard.open(whole)
-    stored = [SizedTensor(name, tensor.spec.nbytes, listed=True) for name, tensor in source.tensors.items()]
-    every = MindSporeSet(100).shard_files(stored, ".safetensors")
-    for process in (2, 1):
-        files = share_of(every, process, 2)
-        mine = reshard.open(whole).sel(*(name for name in FULL if files.has(name)))
-        reshard.plan(mine, files=files, format="safetensors").run(out)
-    assert set(reshard.open(out)) == set(FULL)
 
 
 def test_a_single_file_would_be_loaded_in_place_of_a_set(whole: Path, out: Path) -> None:

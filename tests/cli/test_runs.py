@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 from checkpoints import write_file
 from commands import done
 from refusals import failed
@@ -88,3 +89,11 @@ def test_a_line_break_in_the_name_of_a_directory_hides_no_checkpoint(tmp_path: P
     }  # fmt: skip
     assert data["newest"] == str(tmp_path / "x\n-3")
     assert len(done("runs", tmp_path).stdout.splitlines()) == 5
+
+
+def test_a_store_without_the_metadata_of_its_group_is_one_checkpoint(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        array = zarr.create_array(tmp_path / "s" / "step-3" / name, shape=(4,), dtype="float32", zarr_format=3)
+        array[:] = np.ones(4)
+    (record,) = json.loads(done("runs", tmp_path / "s", "--json").stdout)["checkpoints"]
+    assert (record["path"], record["state"], record["step"]) == (str(tmp_path / "s" / "step-3"), "incomplete", "3")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from math import inf, isnan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -19,11 +19,8 @@ from samples import slow
 import reshard
 from reshard import Layout, Strategy
 from reshard.compute import differences
-from reshard.compute.boxes import BoxGrid, RowBoxes
 from reshard.compute.moments import CHUNK
 from reshard.compute.pairs import PairMeter
-from reshard.core.layout.block import Block
-from reshard.core.model.stored import StoredBlock, StoredTensor
 from reshard.dtypes import BY_NAME
 
 if TYPE_CHECKING:
@@ -253,33 +250,6 @@ def test_sides_have_options_of_their_own(tmp_path: Path) -> None:
 # --- boxes ------------------------------------------------------------------------------------------------------
 
 
-@given(st.data())
-def test_boxes_of_any_blocks_are_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    array = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
-    path = tmp_path_factory.mktemp("boxes") / "file"
-    blocks = [Block.whole(shape)]
-    for _ in range(data.draw(st.integers(0, 12))):  # cut one block in two
-        block = blocks.pop(data.draw(st.integers(0, len(blocks) - 1)))
-        axis = data.draw(st.integers(0, len(shape) - 1))
-        at = data.draw(st.integers(block.start[axis], block.stop[axis]))
-        ends = [list(block.stop), list(block.start)]
-        ends[0][axis] = ends[1][axis] = at
-        halves = [Block(block.start, tuple(ends[0])), Block(tuple(ends[1]), block.stop)]
-        blocks += [half for half in halves if half.size]
-    pieces, contents = [], b""
-    for block in data.draw(st.permutations(blocks)):
-        content = array[tuple(slice(a, b) for a, b in zip(block.start, block.stop, strict=True))].tobytes()
-        pieces.append(StoredBlock(block, str(path), ((len(contents), len(content)),)))
-        contents += content
-    path.write_bytes(contents)
-    cut = BoxGrid.of(shape, data.draw(st.integers(1, 40)))
-    reader = RowBoxes(StoredTensor("w", BY_NAME["uint16"], shape, tuple(pieces)), cut)
-    for box in cut:
-        expected = array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
-        assert (reader.read(box).reshape(box.shape) == expected).all()
-
-
 @pytest.mark.parametrize("most", [40, 1 << 20])
 def test_tensors_that_rules_fuse_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Their blocks are boxes of several axes, or lie in strides; both sides are read in one space."""
@@ -329,3 +299,24 @@ def test_diff_and_stats_fit_the_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     for words in ("diff a.safetensors b.safetensors", "stats b.safetensors", "stats b.safetensors --by tensor"):
         lines = call(*words.split()).stdout.splitlines()
         assert max(map(len, lines)) <= columns
+
+
+def test_what_a_notebook_shows(tmp_path: Path) -> None:
+    a: dict[str, Any] = {f"l.{n}": values("float32", (8, 8)) for n in range(4)}
+    b = changed(a) | {"l.2": np.full((8, 8), np.nan, np.float32), "more": a["l.0"]}
+    write_file(tmp_path / "a.safetensors", a)
+    write_file(tmp_path / "b.safetensors", b)
+    diff = reshard.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert diff.changed[0] == "l.2"
+    page = diff._repr_html_()
+    assert page.count("<rect") == len(diff.changed)
+    assert "more" in page
+    assert repr(diff).isprintable()
+
+
+def test_the_options_of_a_path_are_those_of_open(tmp_path: Path) -> None:
+    full = {"l.w": np.ones((4, 4), np.float32)}
+    write_ranks(tmp_path / "src", full, Strategy.of({"l.w": Layout.of([2], [0, -1])}))
+    with pytest.raises(reshard.SourceError) as caught:
+        reshard.diff(tmp_path / "src", tmp_path / "src")
+    assert f"reshard.open({str(tmp_path / 'src')!r}, strategy=" in caught.value.hint

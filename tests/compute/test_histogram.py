@@ -119,6 +119,7 @@ def test_the_statistics_of_one_tensor_show_themselves(tmp_path: Path) -> None:
     for word in ("small", "float32", "[16, 48]", "NaN 1", "Inf 2", "median"):
         assert word in text
     assert "Moments" not in repr(stats.groups()["layers.{0-1}.w"])
-    assert stats._ipython_key_completions_() == list(stats.tensors)
+    assert stats._ipython_key_completions_() == list(stats.tensors) == list(stats)
+    assert len(stats) == 4
     with refused(MissingNameError, "no-such-tensor", "smal", "small"):
         stats["smal"]

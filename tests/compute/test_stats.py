@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import hollow
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import write_file, write_ranks
+from adapters import matrices, merged, save, weights, written
+from checkpoints import numbers, write_file, write_ranks
 from commands import call, done
 from computed import FLOATS, KINDS, WHOLE_NUMBERS, model, values, write
+from dcp_files import cut, item, write_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measure import RESHARD, measured
 from refusals import failed
 
 import reshard
@@ -296,3 +300,84 @@ def test_complex_numbers_whose_magnitude_is_too_large(tmp_path: Path) -> None:
     reshard.write({"w": narrow}, tmp_path / "hf")
     values = reshard.open(tmp_path / "hf").stats()["w"]
     assert (values.infs, values.max) == (0, pytest.approx(float(np.abs(narrow[0].astype(np.complex128)))))
+
+
+# --- What is computed with values that are not stored as they are: merged adapters, encrypted files, stri ---
+
+
+def assert_read(checkpoint: reshard.Checkpoint, full: dict[str, Array], tmp_path: Path) -> None:
+    """Statistics are those of whole tensors, and these equal the checkpoint."""
+    stats = checkpoint.stats()
+    assert set(stats.tensors) == set(full)
+    for name, array in full.items():
+        assert stats.tensors[name].norm == pytest.approx(np.linalg.norm(array.astype(np.float64)), rel=1e-12)
+        assert stats.tensors[name].max == array.astype(np.float64).max()
+    whole = write_file(tmp_path / "whole.safetensors", written(full))
+    for sides in ((checkpoint, whole), (whole, checkpoint)):
+        assert reshard.diff(*sides)
+
+
+def test_a_merged_adapter(tmp_path: Path) -> None:
+    model = weights()
+    pairs = matrices(model)
+    base = reshard.open(write_file(tmp_path / "model.safetensors", written(model)))
+    both = base.merge_lora(save(tmp_path / "lora", pairs))
+    assert_read(both, merged(model, pairs), tmp_path)
+    changed = {name for name in pairs if "lora_A" in name}
+    assert len(reshard.diff(base, both).changed) == len(changed)
+
+
+def test_strided_tensors(tmp_path: Path) -> None:
+    """Items of a DCP whose elements lie in column-major order, with gaps, or are one for many."""
+    full = numbers({"turned": (320, 300), "step": (400, 250)})
+    full["rows"] = np.repeat(numbers({"rows": (7000, 1)})["rows"], 2, axis=1)
+    gaps = np.full((400, 500), 7, np.float32)
+    gaps[:, 1::2] = full["step"]
+    lying = {
+        "turned": {"storage": np.ascontiguousarray(full["turned"].T).reshape(-1), "strides": (1, 320)},
+        "step": {"storage": gaps.reshape(-1), "strides": (500, 2), "first": 1},
+        "rows": {"storage": np.ascontiguousarray(full["rows"][:, 0]), "strides": (1, 0)},
+    }
+    items = [
+        (name, ((0, 0), array.shape), item(cut(array, ((0, 0), array.shape)), **lying[name]))
+        for name, array in full.items()
+    ]
+    checkpoint = reshard.open(write_torch(tmp_path / "dcp", full, {0: items}))
+    assert any(tensor.sharding.is_strided for tensor in checkpoint.tensors.values())
+    assert_read(checkpoint, full, tmp_path)
+
+
+# --- Memory of what is computed with values, measured on whole commands: it does not grow with the tensor ---
+
+MODEL = {"embedding": (24000, 4096), **{f"layers.{n}.w": (4096, 4096) for n in range(4)}}
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two checkpoints of holes, by rows and by columns, each with its strategy."""
+    root = tmp_path_factory.mktemp("hollow")
+    words = []
+    for side, layout in {"source": Layout.of([8], [0, -1]), "target": Layout.of([64], [-1, 0])}.items():
+        strategy = Strategy.of(dict.fromkeys(MODEL, layout))
+        hollow.write_hollow(root / side, MODEL, strategy, "safetensors")
+        reshard.write_strategy(strategy, root / f"{side}.json")
+        words += [str(root / side), f"--{side}-strategy", str(root / f"{side}.json")]
+    return words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "most"), [([], 110e6), (["--threads", "1"], 90e6), (["--memory", "75MB"], 75e6)])
+def test_statistics_take_little_memory(sides: list[str], options: list[str], most: float) -> None:
+    took = measured(*RESHARD, "stats", *sides[:3], "--json", *options)
+    assert took.code == 0, took.err
+    assert took.peak < most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "most"), [([], 200e6), (["--threads", "1"], 130e6), (["--memory", "90MB"], 90e6)])
+def test_differences_take_little_memory(sides: list[str], options: list[str], most: float) -> None:
+    source, *source_options = sides[:3]
+    target, *target_options = sides[3:]
+    took = measured(*RESHARD, "diff", source, target, *source_options, *target_options, "--json", *options)
+    assert took.code == 0, took.err
+    assert took.peak < most

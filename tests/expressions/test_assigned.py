@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import pickle
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
-import adapters
 import dask.array as da
 import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
 from checkpoints import write_file, write_ranks
+from clusters import client_of, cluster
 from refusals import refused
 from safetensors.numpy import load_file
 from samples import slow
@@ -321,23 +322,32 @@ def test_a_run_that_was_stopped_computes_only_what_is_left(tmp_path: Path) -> No
     assert_equal(reshard.open(tmp_path / "out"), {"w": values + 1})
 
 
-def test_an_adapter_is_merged_into_an_assigned_array(tmp_path: Path) -> None:
-    """Lazily and written, by tensor and by file; the plan is not saved, as no file has the array."""
-    model = adapters.weights("float32")
-    adapters.save(tmp_path / "adapter", adapters.matrices(model))
-    write_file(tmp_path / "base.safetensors", adapters.written(model))
-    opened = reshard.open(tmp_path / "base.safetensors")
-    values = {name: opened[name].compute() for name in opened}
-    halves = {name: tuple(max(1, extent // 2) for extent in array.shape) for name, array in values.items()}
-    arrays = {name: da.from_array(array, chunks=halves[name]) for name, array in values.items()}
-    expected = opened.merge_lora(tmp_path / "adapter")
-    merged = opened.assign(arrays).merge_lora(tmp_path / "adapter")
-    assert any((expected[name].compute() != values[name]).any() for name in values)
-    wanted = {name: np.asarray(expected[name].compute()) for name in expected}
-    assert_equal(merged, wanted)
-    for partition in ("tensor", "file"):
-        reshard.plan(merged).run(tmp_path / partition, partition=partition)
-        assert_equal(reshard.open(tmp_path / partition), wanted)
-    with pytest.raises(UsageError) as caught:
-        reshard.plan(merged).save(tmp_path / "plan.json")
-    assert caught.value.code == "not-savable"
+def slowly(block: Any) -> Any:
+    time.sleep(0.02)
+    return block * 2
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed_while_it_computes_chunks(tmp_path: Path) -> None:
+    pytest.importorskip("distributed")
+    values = np.arange(240 * 64, dtype=np.float32).reshape(240, 64)
+    base = da.from_array(values, chunks=(4, 32)).map_blocks(slowly, dtype=np.float32)
+    arrays = {"w": base + base.sum(axis=0)[None], "b": base[:, 0]}
+    expected = {name: array.compute(scheduler="synchronous") for name, array in arrays.items()}
+    strategy = Strategy.of({"w": Layout.of([4], [-1, 0]), "b": Layout.of([4], [0])})
+    with cluster(tmp_path, 2) as one, client_of(one.address, 2) as client:
+        killed: list[bool] = []
+
+        def kill(event: Any) -> None:
+            if event.written > event.total // 3 and not killed:
+                killed.append(True)
+                one.workers[0].kill()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(budget, "BAND_BYTES", 1 << 12)
+            patch.setattr(budget, "LEAST_BAND_BYTES", 1 << 11)
+            reshard.write(arrays, tmp_path / "out", strategy=strategy, client=client, progress=kill)
+    assert killed
+    opened = reshard.open(tmp_path / "out")
+    assert_equal(opened.sel("b"), {"b": expected["b"]})
+    np.testing.assert_allclose(opened["w"].compute(), expected["w"], rtol=1e-6)

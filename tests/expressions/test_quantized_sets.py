@@ -50,7 +50,6 @@ MXFP4 = {"e.up_proj_blocks": ints(1, 2, 1, 16, dtype="uint8"), "e.up_proj_scales
 NVFP4 = {"a.weight": ints(8, 8, dtype="uint8"), "a.weight_scale": float8(8, 1), "a.weight_scale_2": ones()}
 W8A8 = {"a.weight": ints(4, 4, dtype="int8"), "a.weight_scale": ones(4, 1)}
 HQQ = {"a.W_q": ints(4, 4, dtype="uint8"), "a.scale": ones(4, 1), "a.zero": ones(4, 1)}
-EETQ = {"a.weight": ints(4, 4, dtype="int8"), "a.weight_scales": ones(4)}
 QUANTO = {"a.weight._data": ints(4, 4, dtype="int8"), "a.weight._scale": ones(4, 1)}
 AQLM = {"a.codes": ints(4, 4, 1, dtype="int16"), "a.codebooks": ones(1, 16, 1, 8), "a.scales": ones(4, 1, 1, 1)}
 ROWS = {"a.weight": float8(8, 4), "a.weight_scale": ones(8, 1, dtype=BF16), "a.input_scale": ones(1)}
@@ -63,42 +62,30 @@ SETS: dict[str, tuple[dict[str, Array], dict[str, Any], str]] = {
     "GPTQ": (GPTQ, {"config.json": config("gptq", bits=4, group_size=128)}, "gptq (bits 4, group_size 128)"),
     "old GPTQ": (GPTQ, {"quantize_config.json": {"bits": 4, "group_size": 128}}, "gptq (bits 4, group_size 128)"),
     "GPTQ alone": (GPTQ, {}, "gptq"),
-    "AWQ": (AWQ, {"config.json": config("awq", bits=4)}, "awq (bits 4)"),
     "AWQ alone": (AWQ, {}, "awq"),
     "packed": (PACKED, {"config.json": config("compressed-tensors", format="pack-quantized")}, "compressed-tensors"),
-    "packed alone": (PACKED, {}, "compressed-tensors"),
     "4 bits": (BNB4, {}, "bitsandbytes"),
     "8 bits": (BNB8, {"config.json": config(load_in_8bit=True)}, "bitsandbytes"),
-    "8 bits alone": (BNB8, {}, "bitsandbytes"),
     "gpt-oss": (MXFP4, {"config.json": config("mxfp4")}, "mxfp4"),
-    "gpt-oss alone": (MXFP4, {}, "mxfp4"),
     "NVFP4": (
         NVFP4,
         {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4"}}},
         "modelopt (quant_algo NVFP4)",
     ),
-    "NVFP4 alone": (NVFP4, {}, "modelopt"),
     "int8": (W8A8, {"config.json": config("compressed-tensors", format="int-quantized")}, "compressed-tensors"),
     "HQQ": (HQQ, {"config.json": config("hqq")}, "hqq"),
-    "EETQ": (EETQ, {}, "eetq"),
     "quanto": (QUANTO, {}, "quanto"),
     "AQLM": (AQLM, {}, "aqlm"),
-    "torchao": (W8A8, {"config.json": config("torchao")}, "torchao"),
-    "auto-round": (GPTQ, {"config.json": config("auto-round", bits=4)}, "auto-round (bits 4)"),
     "a part": (BNB8, {"config.json": {"llm": {"text": config("finegrained")}}}, "finegrained"),
 }
 """Sets whose codes are not dequantized: the tensors, the files beside them, and what is said."""
 
 FLOAT8: dict[str, tuple[dict[str, Array], dict[str, Any], str]] = {
     "rows": (ROWS, {"config.json": config("compressed-tensors", format="float-quantized")}, "compressed-tensors"),
-    "FBGEMM": (ROWS, {"config.json": config("fbgemm_fp8")}, "fbgemm_fp8"),
     "whole": (WHOLE, {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}, "modelopt (quant_algo FP8)"),
     "whole alone": (WHOLE, {}, "float8_e4m3fn with scales"),
-    "Quark": (WHOLE, {"config.json": config("quark")}, "quark"),
     "Mistral": (MISTRAL, {"params.json": {"dim": 4, "quantization": {"qformat_weight": "fp8_e4m3"}}}, "mistral"),
-    "Mistral alone": (MISTRAL, {}, "mistral"),
     "DeepSeek": (BLOCKS, {"config.json": config("fp8", weight_block_size=[128, 128])}, "fp8"),
-    "DeepSeek alone": (BLOCKS, {}, "fp8"),
     "a part": (BLOCKS, {"config.json": {"text_config": config("fp8")}}, "fp8"),
 }
 """Sets of float8 values with scales that are all 1."""

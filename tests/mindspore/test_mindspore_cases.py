@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMATS = ["ckpt", "safetensors"]
-NETWORKS = [["asc8_opt", "lay8_nested_opt"], ["mix8_optsize2", "tut_dst4_opt", "tut_src8"]]
 
 
 def check_side(root: Path, full: dict, side: dict, prefix: str, allowed_missing: set[str]) -> None:
@@ -91,52 +90,6 @@ def test_a_lost_rank_is_one_error_that_names_it(mindspore_data: Path) -> None:
         reshard.open(case / "src_ckpt", strategy=case / "src_strategy.ckpt")
     assert caught.value.exit_code == 4
     assert caught.value.hint
-
-
-@pytest.mark.parametrize("source_format", FORMATS)
-@pytest.mark.parametrize(("source", "target"), [pair for runs in NETWORKS for pair in product(runs, runs)])
-def test_real_runs_convert_into_each_other(
-    mindspore_data: Path, tmp_path: Path, source: str, target: str, source_format: str
-) -> None:
-    """Optimizers differ; what one run has and the other has not is dropped or missing, the rest must be right."""
-    folder, other = mindspore_data / "real" / source, mindspore_data / "real" / target
-    before = reshard.read_strategy(folder / "strategy_0.ckpt")
-    after = reshard.read_strategy(other / "strategy_0.ckpt")
-    checkpoint = reshard.open(folder / source_format, strategy=before)
-    full = helpers.load_full(folder)
-    plan = reshard.plan(checkpoint, after, drop=["*"], allow_missing=["*"])
-    plan.run(tmp_path, fsync=False)
-    compared = 0
-    for rank in plan.ranks:
-        found = helpers.read_rank_file(tmp_path / f"rank_{rank}" / f"checkpoint_{rank}.{source_format}")
-        for name, (_, shape, content) in found.items():
-            if name not in full:
-                continue
-            placed = after.tensors.get(name)
-            block = full[name]
-            if placed:
-                side = {
-                    "dev_matrix": placed[0].layout.dev_matrix,
-                    "tensor_map": [list(axes) or -1 for axes in placed[0].layout.tensor_map],
-                    "opt_weight_shard_size": placed[0].layout.opt_weight_shard_size,
-                }
-                block = block[helpers.slices(side, block.shape, rank)]
-            assert (shape, content) == (block.shape, np.ascontiguousarray(block).tobytes()), (rank, name)
-            compared += len(content)
-    assert compared
-
-
-@pytest.mark.parametrize("run", ["tut_src8", "mix8_optsize2"])
-def test_deduplicated_sets_open_and_convert_like_full_ones(mindspore_data: Path, tmp_path: Path, run: str) -> None:
-    strategy = reshard.read_strategy(mindspore_data / "real" / run / "strategy_0.ckpt")
-    for folder, out in (
-        (mindspore_data / "deduplicated" / run, "few"),
-        (mindspore_data / "real" / run / "safetensors", "all"),
-    ):
-        reshard.plan(reshard.open(folder, strategy=strategy)).run(tmp_path / out, fsync=False)
-    few = helpers.read_rank_file(tmp_path / "few" / "rank_0" / "checkpoint_0.safetensors")
-    full = helpers.read_rank_file(tmp_path / "all" / "rank_0" / "checkpoint_0.safetensors")
-    assert few == full
 
 
 @pytest.mark.parametrize("run", ["dp4_opt_momentum", "tp4_adam"])

@@ -43,12 +43,6 @@ for path, format in json.loads(sys.argv[1]):
 print("RESULT" + json.dumps(found))
 """
 
-TRANSFORM = """
-import sys
-import mindspore as ms
-ms.transform_checkpoints(*sys.argv[1:6], output_format=sys.argv[6])
-"""
-
 
 def mindspore(script: str, *arguments: str) -> str:
     done = subprocess.run(
@@ -90,55 +84,6 @@ def test_mindspore_loads_what_is_written(mindspore_data: Path, tmp_path: Path, f
         assert set(ours) == set(theirs)
         for name, (dtype, shape, content) in ours.items():
             assert theirs[name] == [dtype, list(shape), hashlib.sha256(content).hexdigest()], (path, name)
-
-
-def test_mindspore_transforms_back_what_was_transformed_here(mindspore_data: Path, tmp_path: Path) -> None:
-    case = mindspore_data / "cases" / "opt_1"
-    for format in ("ckpt", "safetensors"):
-        convert(case, tmp_path, format)
-        mindspore(
-            TRANSFORM, str(tmp_path / format), str(tmp_path / f"{format}_back"), "src",
-            str(case / "dst_strategy.ckpt"), str(case / "src_strategy.ckpt"), format,
-        )  # fmt: skip
-        meta, full = helpers.load_meta(case), helpers.load_full(case)
-        for rank in range(meta["src"]["devices"]):
-            found = helpers.read_rank_file(tmp_path / f"{format}_back/rank_{rank}/src{rank}.{format}")
-            for name, block in helpers.expected_blocks(full, meta["src"], rank).items():
-                assert found[name][2] == np.ascontiguousarray(block).tobytes()
-
-
-WHOLE = """
-import json, sys
-import mindspore as ms
-for source, target, strategy in json.loads(sys.argv[1]):
-    ms.transform_checkpoints(source, target, "whole", strategy, None, output_format="safetensors")
-"""
-
-
-def test_mindspore_reads_the_strategy_of_a_checkpoint2(mindspore_data: Path, tmp_path: Path) -> None:
-    """Nested layouts, optimizer parallel, stages, experts: rank files and the strategy file are those of each other."""
-    names = [
-        "graph_dp2_tp4", "graph_dp2_tp2_pp2_zero_once", "graph_ep2_tp2_moe", "pynative_fsdp2_tp2",
-        "pynative_fsdp4_ep2_once", "graph_tied_pp2", "graph_tied_pp2_zero_once", "pynative_pp2",
-    ]  # fmt: skip
-    asked = []
-    for name in names:
-        (root,) = mindspore_data.glob(f"checkpoint2*/{name}")
-        source, place = reshard.open(root / "checkpoint"), tmp_path / name
-        strategy = reshard.strategy_of(source)
-        reshard.plan(source, strategy, format="safetensors").run(place / "ranks", fsync=False)
-        reshard.write_strategy(strategy, place / "s.ckpt")
-        asked.append((str(place / "ranks"), str(place / "whole"), str(place / "s.ckpt")))
-    mindspore(WHOLE, json.dumps(asked))
-    for name in names:
-        (root,) = mindspore_data.glob(f"checkpoint2*/{name}")
-        full, found = (
-            np.load(root / "full.npz"),
-            helpers.read_rank_file(tmp_path / name / "whole/rank_0/whole0.safetensors"),
-        )
-        assert set(found) == set(reshard.open(root / "checkpoint"))
-        for tensor, (_, _, content) in found.items():
-            assert content == full[tensor].tobytes(), (name, tensor)
 
 
 UNIFY = """

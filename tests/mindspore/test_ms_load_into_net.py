@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from ms_files import (
-    BFLOAT16,
-    assert_same,
     refused_as_mindspore,
     warnings_logged,  # noqa: F401 -- applies to every test here
 )
@@ -18,9 +16,6 @@ from refusals import refused
 import reshard.mindspore as ms
 from reshard.mindspore import Parameter, Tensor
 from reshard.mindspore.network import NetworkError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def parameter(value: Any, name: str = "w", dtype: str = "float32") -> Parameter:
@@ -164,25 +159,3 @@ def test_wrong_arguments_to_load_into_raise_what_mindspore_raises(
 ) -> None:
     with refused_as_mindspore(error, code, place):
         ms.load_param_into_net(*arguments)
-
-
-def test_a_torch_module_is_loaded_and_saved(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    module[0].to(torch.bfloat16)
-    ms.save_checkpoint(module, tmp_path / "x")
-    saved = ms.load_checkpoint(tmp_path / "x.ckpt")
-    assert saved["0.weight"].dtype == ms.bfloat16
-    assert {"1.running_mean", "1.num_batches_tracked"} <= set(saved)
-    assert_same(saved, {
-        name: t.detach().view(torch.int16).numpy().view(BFLOAT16) if t.dtype == torch.bfloat16 else t.detach().numpy()
-        for name, t in module.state_dict().items()
-    })  # fmt: skip
-    other = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    other[0].to(torch.bfloat16)
-    saved["1.num_batches_tracked"].set_data(5)
-    assert ms.load_param_into_net(other, {f"net.{name}": value for name, value in saved.items()}) == ([], [])
-    assert torch.equal(module[0].weight, other[0].weight)
-    assert int(other[1].num_batches_tracked) == 5
-    assert other[0].weight.requires_grad
-    assert ms.load_param_into_net(other[0].float(), {"weight": saved["0.weight"]}, False) == (["bias"], [])

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import mindspore_objects
+import mindspore_standin
 import ml_dtypes
 import numpy as np
 import pytest
 from refusals import refused
 from reshard.mindspore.communication import get_group_size, get_rank, init
+from test_mindspore_peer import PYTHON
 
+import reshard
 import reshard.mindspore as ms
 from reshard.errors import UsageError
 from reshard.mindspore import Parameter, Tensor
@@ -191,6 +200,8 @@ def test_what_belongs_to_training_says_where_it_is() -> None:
             getattr(ms, name)
         with pytest.raises(ImportError, match=places):
             exec(f"from reshard.mindspore import {name}")  # noqa: S102 -- the statement is what is tested
+    with pytest.raises(AttributeError, match=r"^reshard\.mindspore .*'Paramter'.* 'Parameter'\?$"):
+        ms.Paramter  # noqa: B018
     with pytest.raises(AttributeError, match=r"'create_group'.* mindspore\.communication$"):
         ms.communication.create_group  # noqa: B018
     with pytest.raises(AttributeError, match=r"'Layout'.* mindspore\.parallel$"):
@@ -199,13 +210,34 @@ def test_what_belongs_to_training_says_where_it_is() -> None:
         ms.context.get_context  # noqa: B018
 
 
-def test_what_is_nowhere_has_the_nearest_names_proposed() -> None:
-    with pytest.raises(AttributeError, match=r"^reshard\.mindspore .*'Paramter'.* 'Parameter'\?$"):
-        ms.Paramter  # noqa: B018
-    with pytest.raises(ImportError, match="'merge_pipeline_strategies'.* 'merge_pipeline_strategys'"):
-        from reshard.mindspore import merge_pipeline_strategies  # noqa: F401
-    with pytest.raises(AttributeError, match=r"^reshard\.mindspore .*'xyz'$"):
-        ms.xyz  # noqa: B018
-    from reshard.mindspore import arguments  # a module that is not among the public names
+# --- MindSpore's own objects are taken wherever ours are: the same checks with a stand-in, and with MindS ---
 
-    assert arguments.FORMATS
+
+@pytest.mark.parametrize("check", mindspore_objects.CHECKS)
+def test_with_a_stand_in(check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mindspore_objects.CHECKS[check](mindspore_standin.installed(monkeypatch), tmp_path)
+
+
+@pytest.mark.mindspore
+@pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore")
+def test_with_mindspore_itself(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(Path(reshard.__file__).parent.parent), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [PYTHON, mindspore_objects.__file__, str(tmp_path)],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "GLOG_v": "3", "PYTHONWARNINGS": "ignore", "PYTHONPATH": paths},
+    )  # fmt: skip
+    if "No module named 'ml_dtypes'" in done.stderr:
+        pytest.skip("the Python that has MindSpore has no ml_dtypes, which reshard needs")
+    assert f"RESULT {len(mindspore_objects.CHECKS)}" in done.stdout, done.stderr[-3000:]
+
+
+def test_a_tensor_that_is_not_of_the_dtype_that_it_says_is_refused() -> None:
+    class Untrue:
+        dtype = "Float32"
+
+        def asnumpy(self) -> np.ndarray[Any, Any]:
+            return np.zeros(2, np.int32)
+
+    with pytest.raises(TypeError, match="float32.*int32"):
+        ms.Tensor(Untrue())

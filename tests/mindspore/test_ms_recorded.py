@@ -167,27 +167,6 @@ def test_transform_checkpoints(mindspore_data: Path, tmp_path: Path, every: int)
     )
 
 
-def test_the_calls_of_a_default_installation(mindspore_data: Path, tmp_path: Path) -> None:
-    """With the numpy that pip installs MindSpore cannot read bfloat16 from safetensors."""
-    counts: Counter[str] = Counter()
-    for case in cases(mindspore_data):
-        for call in case.meta.get("pip_default_env", {"calls": []})["calls"]:
-            function, _, formats = call["call"].partition(" ")
-            source = case.folder / ("src_safetensors" if formats.startswith("safetensors") else "src_ckpt")
-            out = tmp_path / case.name / call["call"]
-            if function == "unified_safetensors":
-                ms.unified_safetensors(case.folder / "src_safetensors", case.strategies[0], out)
-                counts[_check_unified(case, out, call)] += 1
-            elif function == "ckpt_to_safetensors":
-                ms.ckpt_to_safetensors(source, out)
-                counts[check(case, hashed(out), call, "src")] += 1
-            else:
-                output_format = "ckpt" if formats.endswith("ckpt") else "safetensors"
-                ms.transform_checkpoints(source, out, "o", *case.strategies, output_format=output_format)
-                counts[check(case, hashed(out), call)] += 1
-    check_counts("default installation", 1, counts, equal=1, MindSpore_is_wrong=1, MindSpore_fails=8)
-
-
 @one_in(4)
 def test_transform_checkpoints_from_whole_tensors(mindspore_data: Path, tmp_path: Path, every: int) -> None:
     """How the source files of the cases were made."""

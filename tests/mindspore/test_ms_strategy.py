@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
-from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +9,9 @@ import helpers
 import numpy as np
 import pytest
 from checkpoints import write_file
-from generators import divisors, laid_out
+from generators import laid_out
 from hypothesis import given
 from refusals import refused
-from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
 import reshard.mindspore as ms
@@ -29,8 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.core.layout.block import Shape
-
-needs_mindspore = pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore")
 
 
 def strategy_file(path: Path, **layouts: Layout) -> str:
@@ -111,17 +105,6 @@ def test_what_is_not_a_path_is_a_type_error(given: Any) -> None:
 
 
 # merge_pipeline_strategys
-
-
-@pytest.mark.parametrize("network", ["pipe_noopt4", "pipe_tf8", "pipe_tut8"])
-def test_a_pipeline_is_merged_as_mindspore_merges_it(mindspore_data: Path, tmp_path: Path, network: str) -> None:
-    folder = mindspore_data / f"strategies/{network}_ckpt"
-    ms.merge_pipeline_strategys(str(folder), str(tmp_path / "dst.ckpt"))
-    ours = reshard.read_strategy(tmp_path / "dst.ckpt")
-    theirs = reshard.read_strategy(mindspore_data / f"merged/{network}.ckpt")
-    assert ours.tensors == theirs.tensors
-    assert set(ours.operators) == set(theirs.operators)
-    assert (ours.stages, ours.merged, ours.current_stage) == (theirs.stages, True, theirs.current_stage)
 
 
 def test_a_pipeline_of_json_files_is_merged_to_either_format(mindspore_data: Path, tmp_path: Path) -> None:
@@ -356,61 +339,7 @@ def test_a_replica_holds_the_same_of_every_parameter(ranks: Path) -> None:
 
 # Next to MindSpore.
 
-REDUNDANCY = """
-import json, sys
-from mindspore.train._utils import get_parameter_redundancy, remove_param_redundancy
-results = []
-for path, first in json.loads(sys.argv[1]):
-    try:
-        found = get_parameter_redundancy(path, first)
-        kept = {copies: remove_param_redundancy(found, copies) for copies in (1, 2, 3)}
-        results.append([found, {copies: {rank: sorted(names) for rank, names in ranks.items()}
-                                for copies, ranks in kept.items()}])
-    except Exception as error:
-        results.append(repr(error))
-print("RESULT" + json.dumps(results))
-"""
 
-
-def by_mindspore(files: list[tuple[str, int]]) -> list[Any]:
-    """What MindSpore makes of strategy files: groups, and who stores what of 1, 2 and 3 copies; or an error's text."""
-    results: list[Any] = json.loads(mindspore(REDUNDANCY, json.dumps(files)).split("RESULT")[1])
-    return results
-
-
-def as_json(redundancy: dict[str, Any]) -> Any:
-    kept = {
-        copies: {rank: sorted(names) for rank, names in ms.remove_param_redundancy(redundancy, copies).items()}
-        for copies in (1, 2, 3)
-    }
-    return json.loads(json.dumps([redundancy, kept]))
-
-
-def random_layouts(rng: random.Random, devices: int) -> dict[str, Layout]:
-    """Layouts in which MindSpore is right: flat maps, and optimizer sharding of a stated size or over all ranks."""
-    found = {}
-    for number in range(rng.randint(1, 12)):
-        matrix: list[int] = []
-        while not matrix or prod(matrix) < devices:
-            matrix.append(rng.choice(divisors(devices // prod(matrix))))
-        axes = rng.sample(range(len(matrix)), len(matrix))
-        tensor_map = [axes.pop() if axes and rng.random() < 0.6 else -1 for _ in range(rng.randint(1, 3))]
-        plain = Layout.of(matrix, tensor_map)
-        replicas = prod(matrix[axis] for axis in plain.unused_axes)
-        sizes = [0, *divisors(replicas), *([-1] if 1 < replicas == devices else [])]
-        found[f"net.{number}.w"] = Layout.of(matrix, tensor_map, rng.choice(sizes))
-    return found
-
-
-@pytest.mark.mindspore
-@needs_mindspore
-def test_groups_and_turns_are_mindspores(mindspore_data: Path, tmp_path: Path) -> None:
-    rng = random.Random(3)  # noqa: S311 -- examples
-    files = []
-    for number in range(60):
-        devices = rng.choice([1, 4, 6, 8, 12, 16])
-        path = strategy_file(tmp_path / f"{number}.ckpt", **random_layouts(rng, devices))
-        files.append((path, rng.choice([0, devices])))
-    files += [(str(mindspore_data / f"real/{run}/strategy_0.ckpt"), 0) for run in ("tut_src8", "mix8_optsize2")]
-    for (path, first), theirs in zip(files, by_mindspore(files), strict=True):
-        assert as_json(ms.get_parameter_redundancy(path, first)) == theirs
+def test_other_kinds_of_layouts_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match="layout_obj .*int"):
+        ms.get_parameter_redundancy(3)

@@ -13,7 +13,6 @@ import pytest
 from checkpoints import blocks, numbers, tree, write_file, write_ranks
 from ms_files import wrong_key
 from refusals import refused
-from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
 import reshard.mindspore as ms
@@ -223,6 +222,11 @@ def test_what_unified_safetensors_refuses(source: Path, tmp_path: Path) -> None:
     alike = write_ranks(tmp_path / "alike", FULL, whole)
     with refused(StrategyError, "other-strategy", "source strategy", alike, "encoder"):
         ms.unified_safetensors(alike, Strategy.of({"encoder": Layout.of([2], [0])}), out)
+    rows = Layout.of([2], [0, -1])
+    pipeline = Strategy.of({"w": {0: rows}, "v": {1: rows}})
+    stages = write_ranks(tmp_path / "stages", numbers({"w": (4, 2), "v": (2, 2)}), pipeline)
+    with refused(StrategyError, "one-stage", "stage 0", stages):
+        ms.unified_safetensors(stages, pipeline.of_stage(0), out)
     (source / "rank_1" / "checkpoint_1.safetensors").unlink()
     with refused(SourceError, "missing-ranks", "source rank 1", "target rank 0 (4 tensors: net.w, "):
         ms.unified_safetensors(source, SOURCE, out)
@@ -348,30 +352,6 @@ def test_only_the_parameters_are_returned(unified: Path, as_rank: Callable[[int]
     assert not any(parameter.asnumpy().any() for parameter in net.values())  # nothing was loaded
 
 
-def test_kinds_that_numpy_does_not_have(tmp_path: Path, as_rank: Callable[[int], None]) -> None:
-    import ml_dtypes
-
-    half = np.arange(16, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(8, 2)
-    quarters = ms.Parameter(ms.Tensor(np.arange(-8, 8).reshape(8, 2), ms.qint4x2), "q")
-    (tmp_path / "one").mkdir()
-    ms.save_checkpoint(
-        [ms.Parameter(half, "h"), quarters], tmp_path / "one" / "m", format="safetensors", append_dict={"t": "x"}
-    )
-    as_rank(1)
-    predict = Strategy.of({"h": Layout.of([2], [0, -1]), "q": Layout.of([2], [0, -1])})
-    found: Any = ms.load_distributed_checkpoint(
-        {},
-        predict_strategy=predict,
-        format="safetensors",
-        unified_safetensors_dir=tmp_path / "one",
-        return_param_dict=True,
-    )
-    assert found["h"].dtype == ms.bfloat16
-    assert found["h"].asnumpy().tobytes() == half[4:].tobytes()
-    assert found["q"].dtype == ms.qint4x2
-    assert found["q"].asnumpy().tolist() == np.arange(-8, 8).reshape(8, 2)[4:].tolist()
-
-
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_from_the_files_of_all_ranks(tmp_path: Path, as_rank: Callable[[int], None], encrypted: bool) -> None:
     """The ckpt form: a strategy of training, one of prediction, a key."""
@@ -465,40 +445,3 @@ def test_what_load_distributed_refuses(
 
 
 # --- MindSpore itself ---
-
-GO_ON = """
-import sys
-import mindspore as ms
-from mindspore.parallel import load_distributed_checkpoint, unified_safetensors
-def main():
-    source, strategy, merged, unified, predict, out = sys.argv[1:7]
-    unified_safetensors(source, strategy, merged)
-    load_distributed_checkpoint(None, predict_strategy=predict, format="safetensors", unified_safetensors_dir=unified,
-                                dst_safetensors_dir=out, max_process_num=2)
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.mindspore
-@pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore")
-def test_mindspore_goes_on_from_what_is_written_here(
-    mindspore_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It unifies the files of 4 cards made here of those of 8, and cuts the five parts of a set made here."""
-    monkeypatch.setattr("reshard.mindspore.unified.PART_BYTES", 4000)
-    eight, four = (mindspore_data / "real" / run for run in ("tut_src8", "tut_dst4_opt"))
-    before, after = str(eight / "strategy_0.ckpt"), str(four / "strategy_0.ckpt")
-    ms.transform_checkpoints(eight / "ckpt", tmp_path / "four", "x", before, after, output_format="safetensors")
-    ms.unified_safetensors(eight / "safetensors", before, tmp_path / "unified")
-    assert len(list((tmp_path / "unified").glob("part*"))) > 2
-    script = tmp_path / "script.py"
-    script.write_text(GO_ON)
-    start = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    merged, unified, cut = (str(tmp_path / folder) for folder in ("merged", "unified", "cut"))
-    mindspore(start, str(script), str(tmp_path / "four"), after, merged, unified, after, cut)
-    theirs, ours = (contents(*(tmp_path / folder).glob("*.safetensors")) for folder in ("merged", "unified"))
-    assert theirs == ours
-    for rank in range(4):
-        cut = helpers.read_rank_file(tmp_path / "cut" / f"rank_{rank}" / "net.safetensors")
-        assert cut == helpers.read_rank_file(four / "safetensors" / f"rank_{rank}" / "net.safetensors")

@@ -4,14 +4,12 @@
 optimizer parallel, `strategies/pipe_tut8_ckpt` on 2 pipeline stages of 4. The page of r1.5 is in `test_ms_slices`.
 """
 
-# ruff: noqa: E501, PTH118, PTH208, UP032 -- the scripts are as the pages print them
+# ruff: noqa: E501, PTH118, PTH208 -- the scripts are as the pages print them
 from __future__ import annotations
 
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import helpers
@@ -148,16 +146,6 @@ def test_a_directory_at_once(
         assert net.holds(held(full, target, rank))
 
 
-def test_the_offline_safetensors_flow_with_processes(
-    mindspore_data: Path, trained: Path, full: Full, target: reshard.Strategy, extension: str
-) -> None:
-    ms.transform_checkpoints("src_checkpoints", "dst_checkpoints", "dst_checkpoint",
-                             "./src_strategy.ckpt", "./dst_strategy.ckpt", process_num=8, output_format="safetensors")  # fmt: skip
-
-    assert_rank_files(trained / "dst_checkpoints", full, target, prefix="dst_checkpoint")
-    same_as_mindspores(mindspore_data, trained / "dst_checkpoints", "dst_checkpoint", "safetensors")
-
-
 def test_rank_by_rank_in_a_loop(
     mindspore_data: Path, trained: Path, full: Full, target: reshard.Strategy, extension: str
 ) -> None:
@@ -180,64 +168,6 @@ def test_rank_by_rank_in_a_loop(
     same_as_mindspores(mindspore_data, trained / "dst_checkpoints", "checkpoint_", extension)
 
 
-def test_rank_by_rank_beside_the_source_files(
-    trained: Path, full: Full, target: reshard.Strategy, extension: str
-) -> None:
-    """The page 分布式弹性训练与推理 saves to `src_checkpoints_dir`; the source stays as it is."""
-    src_checkpoints_dir = "src_checkpoints"
-    for transform_rank in range(4):
-        rank_list = ms.rank_list_for_convert(transform_rank, "src_strategy.ckpt", "dst_strategy.ckpt")
-        checkpoint_file_map = {}
-        for rank_id in rank_list:
-            checkpoint_file_map[rank_id] = os.path.join(
-                src_checkpoints_dir, "rank_{}".format(rank_id), "checkpoint_{}.{}".format(rank_id, extension)
-            )
-        save_checkpoint_path = os.path.join(
-            src_checkpoints_dir,
-            "rank_{}".format(transform_rank),
-            "dst_checkpoint{}.{}".format(transform_rank, extension),
-        )
-        ms.convert_checkpoint_by_rank(transform_rank, checkpoint_file_map, save_checkpoint_path,
-                                      "src_strategy.ckpt", "dst_strategy.ckpt")  # fmt: skip
-
-    for rank in range(4):
-        assert len(list((trained / src_checkpoints_dir / f"rank_{rank}").iterdir())) == 2
-        assert_file(
-            trained / src_checkpoints_dir / f"rank_{rank}" / f"dst_checkpoint{rank}.{extension}",
-            held(full, target, rank),
-        )
-
-
-SCRIPT = """
-import os
-import sys
-import reshard.mindspore as ms
-from reshard.mindspore.communication import init, get_rank
-
-extension = sys.argv[1]
-init()
-rank_list = ms.rank_list_for_transform(get_rank(), "./src_strategy.ckpt", "./dst_strategy.ckpt")
-checkpoint_file_map = {}
-for rank_id in rank_list:
-    checkpoint_file_map[rank_id] = os.path.join("src_checkpoints", "rank_{}".format(rank_id), "checkpoint_{}.{}".format(rank_id, extension))
-save_checkpoint_path = os.path.join("dst_checkpoints", "rank_{}".format(get_rank()), "checkpoint_{}.{}".format(get_rank(), extension))
-ms.transform_checkpoint_by_rank(get_rank(), checkpoint_file_map, save_checkpoint_path, "./src_strategy.ckpt", "./dst_strategy.ckpt")
-"""
-
-
-def test_four_processes_at_once(trained: Path, full: Full, target: reshard.Strategy, extension: str) -> None:
-    """What `mpirun -n 4 python convert.py` starts: one target rank a process, one target directory."""
-    environment = {name: value for name, value in os.environ.items() if "RANK" not in name}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, extension], env=environment | {variable: str(rank), "RANK_SIZE": "4"}
-        )
-        for rank, variable in enumerate(["RANK_ID"] * 4)
-    ]
-    assert [process.wait() for process in running] == [0] * 4
-    assert_rank_files(trained / "dst_checkpoints", full, target)
-
-
 # --- pipeline parallel ---
 
 
@@ -254,21 +184,6 @@ def test_a_pipeline_to_none_after_merging(
     assert_rank_files(pipelined / "dst_checkpoints", full, target)
     (warning,) = [record.message for record in caplog.records if "left out" in record.message]
     assert warning.count("accu_grads.") == 6
-
-
-def test_a_pipeline_rank_by_rank(pipelined: Path, full: Full, target: reshard.Strategy, extension: str) -> None:
-    ms.merge_pipeline_strategys("src_pipeline_strategys", "src_strategy.ckpt")
-    for rank in range(4):
-        rank_list = ms.rank_list_for_transform(rank, "src_strategy.ckpt", "dst_strategy.ckpt")
-        assert {rank // 4 for rank in rank_list} == {0, 1}
-        files = {
-            source: f"src_checkpoints_pipeline/rank_{source}/checkpoint-3_1875.{extension}" for source in rank_list
-        }
-        ms.transform_checkpoint_by_rank(
-            rank, files, f"dst_checkpoints/rank_{rank}/checkpoint_{rank}.{extension}", "src_strategy.ckpt",
-            "dst_strategy.ckpt",
-        )  # fmt: skip
-    assert_rank_files(pipelined / "dst_checkpoints", full, target)
 
 
 def test_one_sub_network_after_the_other(pipelined: Path, full: Full, target: reshard.Strategy, extension: str) -> None:
@@ -339,18 +254,3 @@ def test_unify_then_load_distributed(trained: Path, full: Full, target: reshard.
         (path,) = (trained / "dst_dir" / f"rank_{rank}").iterdir()
         assert path.name == "net.safetensors"
         assert_file(path, held(full, target, rank))
-
-
-def test_load_into_the_network_of_each_card(
-    trained: Path, full: Full, target: reshard.Strategy, monkeypatch: pytest.MonkeyPatch, extension: str
-) -> None:
-    ms.unified_safetensors("src_checkpoints", "src_strategy.ckpt", "merge_4p")
-    monkeypatch.setenv("RANK_SIZE", "4")
-    for rank in range(4):
-        monkeypatch.setenv("RANK_ID", str(rank))
-        network = Network(held(full, target, rank))
-        found = ms.load_distributed_checkpoint(
-            network, predict_strategy="dst_strategy.ckpt", format="safetensors", unified_safetensors_dir="merge_4p"
-        )
-        assert found == ([], [])
-        assert network.holds(held(full, target, rank))

@@ -66,16 +66,6 @@ def test_what_is_said_of_wrong_options(mindspore_data: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_and_convert_have_rules_too(mindspore_data: Path, tmp_path: Path) -> None:
-    case = truth(mindspore_data, "mcore_tp2_pp2")
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    words = [*LLAMA, "--model-config", tmp_path / "config.json"]
-    told = json.loads(done("inspect", case.checkpoint, *words, "--json").stdout)
-    assert {item["name"]: tuple(item["shape"]) for item in told["tensors"]} == {
-        name: np.shape(value) for name, value in case.hf.items()
-    }
-
-
 def test_names_beside_rules_are_those_that_they_make(mindspore_data: Path, tmp_path: Path) -> None:
     """--include, --exclude and --name-map, in a run and in its verification; names before the rules are told so."""
     case = truth(mindspore_data, "mcore_tp2_pp2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import helpers
@@ -25,19 +25,19 @@ from adapters import (
 )
 from checkpoints import assert_rank_files, tree, write_file, write_ranks
 from commands import call, done, least_memory
-from dcp_files import item, write_torch
 from refusals import failed, refused
 from samples import slow
 
 import reshard
 from reshard import Cipher, HuggingFaceSet, Layout, LoRA, Rules, Selection, Strategy, ZarrGroup
-from reshard.core.model.checkpoint import Shard, Tensor
-from reshard.core.model.entries import Extent
 from reshard.core.plan import budget
+from reshard.core.storage.cipher import store_of
 from reshard.errors import BudgetError, ChangedError, SourceError, TargetError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from helpers import Array
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), slow("float32")])
@@ -77,16 +77,6 @@ def test_an_element_is_the_same_however_it_is_read(tmp_path: Path, rank: int) ->
     for _ in range(20):
         (top, bottom), (left, right) = (sorted(rng.choice(extent + 1, 2, replace=False)) for extent in full.shape)
         assert found[top:bottom, left:right].compute().tobytes() == full[top:bottom, left:right].tobytes()
-
-
-def test_blocks_in_several_runs(base: reshard.Checkpoint, lora: LoRA) -> None:
-    name = "model.layers.0.q_proj.weight"
-    tensor = base.tensors[name]
-    ((begin, nbytes),) = tensor.shards[0].replicas[0].runs
-    runs = ((begin, 70), (begin + 70, 130), (begin + 200, nbytes - 200))
-    parted = Tensor.of(tensor.spec, [Shard(tensor.shards[0].block, (Extent(0, runs),))])
-    source = reshard.Checkpoint(replace(base._record, tensors={**base.tensors, name: parted}))
-    assert_arrays(source.merge_lora(lora), EXPECTED)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -133,38 +123,6 @@ def test_embeddings_and_transposed_layers(tmp_path: Path, base: reshard.Checkpoi
     of_layer = base.merge_lora(save(tmp_path / "layer", layer, fan_in_fan_out=True))
     assert_arrays(of_layer, expected)
     assert of_layer[f"{name}.weight"][7:11, 3:9].compute().tobytes() == expected[f"{name}.weight"][7:11, 3:9].tobytes()
-
-
-def test_weights_that_lie_in_strides(tmp_path: Path) -> None:
-    """In items of a DCP, rows, columns or elements lie one behind the other, or apart; an embedding is transposed."""
-    shapes = {f"model.{name}.weight": (80, 96) for name in ("turned", "rows", "columns", "embed", "every_other")}
-    model = weights("float32", shapes)
-    wide = {name: np.full((96 + 80, 96 + 80), 7, np.float32) for name in ("rows", "columns")}
-    wide["rows"][:80, 3:99] = model["model.rows.weight"]
-    wide["columns"][:96, 5:85] = model["model.columns.weight"].T
-    other = np.repeat(model["model.every_other.weight"], 2, axis=1)
-    lies: dict[str, dict[str, Any]] = {
-        **{
-            name: {"storage": model[f"model.{name}.weight"].T.reshape(-1), "strides": (1, 80)}
-            for name in ("turned", "embed")
-        },
-        "rows": {"storage": wide["rows"].reshape(-1), "strides": (176, 1), "first": 3},
-        "columns": {"storage": wide["columns"].reshape(-1), "strides": (1, 176), "first": 5},
-        "every_other": {"storage": other.reshape(-1), "strides": (192, 2)},
-    }
-    box = (0, 0), (80, 96)
-    items = [(f"model.{name}.weight", box, item(model[f"model.{name}.weight"], **how)) for name, how in lies.items()]
-    source = reshard.open(write_torch(tmp_path / "dcp", model, {0: items}))
-    assert all(tensor.sharding.is_strided for tensor in source.tensors.values())
-    pairs = matrices(model, ("model.turned", "model.rows", "model.columns", "model.every_other"))
-    a, b = (np.random.default_rng(4).standard_normal(shape, dtype=np.float32) for shape in ((RANK, 80), (96, RANK)))
-    embedding = {"base_model.model.model.embed.lora_embedding_A": a, "base_model.model.model.embed.lora_embedding_B": b}
-    total = model["model.embed.weight"] + np.float32(ALPHA / RANK) * (b @ a).T
-    expected = merged(model, pairs) | {"model.embed.weight": total}
-    found = source.merge_lora(save(tmp_path / "adapter", pairs | embedding))
-    assert_arrays(found, expected)
-    reshard.plan(found, files=HuggingFaceSet(), format="safetensors").run(tmp_path / "hf", fsync=False)
-    assert_arrays(reshard.open(tmp_path / "hf"), expected)
 
 
 RULES = {
@@ -255,23 +213,6 @@ def test_replicas_are_merged_each(tmp_path: Path, lora: LoRA) -> None:
     source = reshard.open(write_ranks(tmp_path / "src", written(model), twice), strategy=twice)
     reshard.plan(source, selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
     assert reshard.verify(tmp_path / "out").equal, "which reads all of them"
-
-
-def test_a_weight_of_several_stages(tmp_path: Path) -> None:
-    """The copies of the stage that is read are compared with the target."""
-    model = weights()
-    halves = Layout.of([2], [0, -1])
-    stages = {
-        name: dict.fromkeys([0, 1] if "embed" in name else [1], halves if one.ndim == 2 else Layout.of([2], [-1]))
-        for name, one in model.items()
-    }
-    strategy = Strategy.of(stages)
-    source = reshard.open(write_ranks(tmp_path / "src", written(model), strategy), strategy=strategy)
-    pairs = matrices(model, ("model.embed_tokens", "model.layers.0.q_proj"))
-    selection = Selection(lora=save(tmp_path / "lora", pairs))
-    reshard.plan(source, format="safetensors", selection=selection).run(tmp_path / "out", fsync=False)
-    assert_arrays(reshard.open(tmp_path / "out"), merged(model, pairs))
-    assert reshard.verify(tmp_path / "out").equal
 
 
 def test_casts_round_once_or_are_refused(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
@@ -406,3 +347,137 @@ def test_alpha_is_never_guessed(tmp_path: Path, base: reshard.Checkpoint) -> Non
         with refused(UsageError, "bad-value", "alpha"):
             LoRA(lora.root, bad)  # type: ignore[arg-type]
     assert call("transform", base.root, tmp_path / "out", "--lora", lora.root, "--lora-alpha", "nan").exit_code == 2
+
+
+def travelled(what: Any) -> Any:
+    return pickle.loads(pickle.dumps(what))  # noqa: S301 -- our own
+
+
+def test_a_store_travels(base: reshard.Checkpoint, lora: LoRA) -> None:
+    """Without matrices: to the workers of a cluster."""
+    found = base.merge_lora(lora)
+    coding = travelled(found._record.coding)
+    name = "model.layers.0.q_proj.weight"
+    ((at,),) = [shard.replicas for shard in found.tensors[name].shards]
+    for store in (store_of(coding), travelled(coding.store())):
+        content = bytearray(EXPECTED[name].nbytes)
+        store.read_into(found._record.files[0].path, at.runs[0][0], memoryview(content))
+        assert content == EXPECTED[name].tobytes()
+
+
+# --- Adapters that are refused: what their files, their configuration or the weights say does not go toge ---
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"peft_type": "LOHA"}, ("not-lora", "peft_type", "'LOHA'")),
+        ({"use_dora": True}, ("unsupported-adapter", "use_dora")),
+        ({"bias": "lora_only"}, ("unsupported-adapter", "bias", "'lora_only'")),
+        ({"lora_bias": True}, ("unsupported-adapter", "lora_bias")),
+        ({"modules_to_save": ["lm_head"]}, ("unsupported-adapter", "modules_to_save", "'lm_head'")),
+        ({"target_parameters": ["experts.gate_up_proj"]}, ("unsupported-adapter", "target_parameters")),
+        ({"layer_replication": [[0, 4], [2, 5]]}, ("unsupported-adapter", "layer_replication")),
+        ({"init_lora_weights": "pissa_niter_4"}, ("unsupported-init", "init_lora_weights", "'pissa_niter_4'")),
+        ({"r": 10**9}, ("bad-value", "r", "1000000000", "1 to")),
+        ({"r": ...}, ("missing-key", "r")),
+        ({"r": 5}, ("wrong-shape", "[5, in]", "[out, 5]", "adapter_config.json")),
+        ({"rank_pattern": {"q_proj": 8}}, ("wrong-shape", "[4, 32]", "[64, 4]", "[8, in]")),
+        ({"rank_pattern": {"(a|a)*b": 8}}, ("bad-value", "rank_pattern")),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, ("bad-value", "alpha_pattern")),
+        ({"lora_alpha": float("nan")}, ("bad-value", "lora_alpha")),
+        ({"use_rslora": "yes"}, ("bad-value", "use_rslora", "'yes'")),
+    ],
+)
+def test_configurations(
+    tmp_path: Path, base: reshard.Checkpoint, config: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    with refused(SourceError, *expected):
+        base.merge_lora(save(tmp_path / "lora", matrices(weights()), **config))
+
+
+def renamed(old: str, new: str) -> dict[str, Array]:
+    return {name.replace(old, new): one for name, one in matrices(weights()).items()}
+
+
+Q = "base_model.model.model.layers.0.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({f"{Q}.lora_B.weight": None}, ("missing-tensor", "'model.layers.0.q_proj'", "lora_B")),
+        (
+            {f"{Q}.lora_magnitude_vector": np.ones(4, np.float32)},
+            ("unexpected-tensor", "lora_magnitude_vector", "lora_A"),
+        ),
+        ({f"{Q}.bias": np.ones(4, np.float32)}, ("unexpected-tensor", "q_proj.bias", "lora_A", "lora_B")),
+        ({f"{Q}.lora_A.default.weight": np.ones((4, 32), np.float32)}, ("duplicate-name", "model.layers.0.q_proj")),
+        ({f"{Q}.lora_A.weight": np.ones((4, 32), np.int8)}, ("wrong-dtype", "lora_A.weight", "int8", "bfloat16")),
+        ({f"{Q}.lora_A.weight": np.ones((4, 32), np.float64)}, ("wrong-dtype", "lora_A.weight", "float64", "bfloat16")),
+        ({f"{Q}.lora_A.weight": np.ones((4, 8, 3, 3), np.float32)}, ("wrong-shape", "[4, 8, 3, 3]", "[64, 4]")),
+        ({f"{Q}.lora_B.weight": np.ones((64, 3), np.float32)}, ("wrong-shape", "[4, 32]", "[64, 3]", "[4, in]")),
+        ({f"{Q}.lora_B.weight": np.ones((65, 4), np.float32)}, ("wrong-shape", "bfloat16", "[64, 32]", "[65, 32]")),
+        (
+            {
+                f"{Q}.lora_embedding_A": np.ones((4, 64), np.float32),
+                f"{Q}.lora_embedding_B": np.ones((32, 4), np.float32),
+            },
+            ("duplicate-name", "'model.layers.0.q_proj.weight'"),
+        ),
+        (
+            {
+                "base_model.model.../../etc.lora_A.weight": np.ones((4, 64), np.float32),
+                "base_model.model.../../etc.lora_B.weight": np.ones((32, 4), np.float32),
+            },
+            ("no-match", "'../../etc.weight'"),
+        ),
+    ],
+)
+def test_matrices(
+    tmp_path: Path, base: reshard.Checkpoint, change: dict[str, Array | None], expected: tuple[str, ...]
+) -> None:
+    pairs = {name: one for name, one in {**matrices(weights()), **change}.items() if one is not None}
+    with refused(SourceError, *expected):
+        base.merge_lora(save(tmp_path / "lora", pairs))
+
+
+def test_weights(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
+    """Those that are not there, with the nearest; quantised ones; and everything at once."""
+    with refused(SourceError, "no-match", "3 faults", "'model.layers.0.down_proj.weight'"):
+        base.merge_lora(save(tmp_path / "other", renamed("layers.0", "layers.7")))
+    model = {**written(weights()), "model.layers.0.q_proj.weight": np.ones((64, 32), np.int8)}
+    quantised = reshard.open(write_file(tmp_path / "int8.safetensors", model))
+    with refused(SourceError, "wrong-dtype", "int8", "[64, 32]", "bfloat16", "float32"):
+        quantised.merge_lora(lora)
+
+
+def test_what_is_no_adapter(tmp_path: Path, base: reshard.Checkpoint) -> None:
+    with refused(SourceError, "not-an-adapter", "adapter_config.json"):
+        base.merge_lora(LoRA(str(tmp_path / "none")))
+    lora = save(tmp_path / "lora", matrices(weights()))
+    weights_file, config = (tmp_path / "lora" / name for name in ("adapter_model.safetensors", "adapter_config.json"))
+    weights_file.rename(tmp_path / "lora" / "adapter_model.bin")
+    with refused(SourceError, "unsupported-pickle", "adapter_model.bin", "adapter_model.safetensors"):
+        base.merge_lora(lora)
+    write_file(weights_file, {})
+    with refused(SourceError, "no-tensors", "lora_A", "lora_B"):
+        base.merge_lora(lora)
+    weights_file.write_bytes(b"\xff" * 100)
+    with refused(SourceError, "not-a-checkpoint", "adapter_model.safetensors"):
+        base.merge_lora(lora)
+    contents = {"[1]": "wrong-type", "{": "not-json", '{"r": 1, "r": 2}': "duplicate-key", "\xff": "not-json"}
+    for content, code in {**contents, "[" * 100_000: "not-json"}.items():
+        config.write_text(content, encoding="latin-1")
+        with refused(SourceError, code, "adapter_config.json"):
+            base.merge_lora(lora)
+
+
+def test_one_stage_of_a_pipeline(tmp_path: Path, lora: LoRA) -> None:
+    model = weights()
+    stages = Strategy.of(
+        {name: {int("q_proj" in name): Layout.of([1], [-1] * one.ndim)} for name, one in model.items()}
+    )
+    source = reshard.open(write_ranks(tmp_path / "src", written(model), stages), strategy=stages, stage=1)
+    with refused(UsageError, "one-stage"):
+        source.merge_lora(lora)

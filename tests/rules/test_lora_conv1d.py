@@ -6,15 +6,11 @@ RESHARD_TORCH_PYTHON=torch/bin/python pytest -m torch  (with transformers and pe
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import gpt2_adapters
 import numpy as np
 import pytest
-from adapters import ALPHA, RANK, assert_arrays, save
+from adapters import ALPHA, RANK, save
 from checkpoints import write_file
 from refusals import failed, refused
 
@@ -22,9 +18,10 @@ import reshard
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from helpers import Array
 
-PYTHON = os.environ.get("RESHARD_TORCH_PYTHON", "")
 CONV, LINEAR = True, False
 Layers = dict[str, tuple[int, int, bool]]  # rows of B, columns of A, and the kind
 
@@ -79,22 +76,6 @@ def test_shapes_then_names_and_model_type(
     assert_merged(tmp_path, case(tmp_path, layers, flag=flag, model_type=model_type, biases=biases))
 
 
-def test_a_model_of_two_parts(tmp_path: Path) -> None:
-    expected = case(tmp_path, SQUARE | {"q_proj": (8, 8, LINEAR)}, flag=False)
-    parts = {
-        "model_type": "vision-encoder-decoder",
-        "decoder": {"model_type": "gpt2"},
-        "encoder": {"model_type": "vit"},
-    }
-    (tmp_path / "base" / "config.json").write_text(json.dumps(parts))
-    assert_merged(tmp_path, expected)
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_layers_of_one_name_are_what_the_flag_says(tmp_path: Path, flag: bool) -> None:
-    assert_merged(tmp_path, case(tmp_path, {"x.0.mix": (8, 8, flag), "x.1.mix": (8, 8, flag)}, flag=flag))
-
-
 def test_square_layers_of_llama_need_no_config(tmp_path: Path) -> None:
     layers: Layers = {f"layers.0.{name}": (8, 8, LINEAR) for name in ("q_proj", "k_proj", "o_proj")}
     assert_merged(tmp_path, case(tmp_path, layers | {"layers.0.up_proj": (24, 8, LINEAR)}, flag=False))
@@ -116,23 +97,3 @@ def test_square_layers_that_may_be_either(tmp_path: Path, layers: Layers, flag: 
     command = ("convert", tmp_path / "base", tmp_path / "out", "--to", "hf", "--lora", tmp_path / "lora")
     failed(4, "unknown-kind", *command, places=(square,))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.torch
-@pytest.mark.timeout(600)
-def test_beside_peft(tmp_path: Path) -> None:
-    """GPT-2, with and without its config.json: all weights as PEFT merges them, bit for bit."""
-    found = "import importlib.util as u; raise SystemExit(u.find_spec('peft') is None)"
-    if not PYTHON or subprocess.run([PYTHON, "-c", found], check=False).returncode:
-        pytest.skip("RESHARD_TORCH_PYTHON names no Python that has PyTorch and peft")
-    subprocess.run([PYTHON, Path(gpt2_adapters.__file__), tmp_path], check=True, capture_output=True)
-    for name in gpt2_adapters.CASES:
-        base, adapter = tmp_path / name / "base", tmp_path / name / "adapter"
-        expected = {key: np.asarray(one) for key, one in reshard.open(tmp_path / name / "merged.safetensors").items()}
-        assert_arrays(reshard.open(base).merge_lora(str(adapter)), expected)
-        (base / "config.json").unlink()
-        if name == "square_linear":  # a name that nothing tells, next to layers of Conv1D
-            with refused(SourceError, "unknown-kind", "'score.weight'"):
-                reshard.open(base).merge_lora(str(adapter))
-        else:
-            assert_arrays(reshard.open(base).merge_lora(str(adapter)), expected)

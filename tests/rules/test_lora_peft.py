@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import peft_adapters
 import pytest
-from adapters import assert_arrays, cut, matrices, save, weights, written
+from adapters import ALPHA, RANK, assert_arrays, cut, matrices, product, save, weights, written
 from adapters import merged as plain_merge
 from checkpoints import tree, write_file, write_ranks
 from commands import call, done
+from deepspeed_files import values, write_zero
 from refusals import failed, refused
 from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write_save
 
@@ -30,6 +32,7 @@ from reshard.rules.lora import low_rank
 
 if TYPE_CHECKING:
     from helpers import Array
+
 
 PYTHON = os.environ.get("RESHARD_TORCH_PYTHON", "")
 UNTIED = ("untied_float32", "untied_float16", "untied_bfloat16", "trained_wider", "not_targeted")
@@ -269,22 +272,6 @@ def test_other_layers_of_tied_models_ask_nothing(tmp_path: Path, peft: Path) -> 
         assert [name for name in before if not np.array_equal(found[name], before[name])] == [f"{layers[0]}.weight"]
 
 
-def test_ranks_of_a_tied_model(tmp_path: Path, peft: Path) -> None:
-    """The head that is not stored is cut as the embedding is."""
-    case = peft / "tied_head"
-    model = arrays(case / "base")
-    source = cut(model, "rows")
-    write_ranks(tmp_path / "src", written(model), source, "safetensors")
-    opened = reshard.open(tmp_path / "src", strategy=source)
-    with refused(UsageError, "tied-weights", EMBEDDING, HEAD):
-        opened.merge_lora(LoRA(str(case / "adapter")))
-    lora = LoRA(str(case / "adapter"), tied="untie")
-    expected = untied(case)
-    reshard.plan(opened, cut(expected, "columns"), selection=Selection(lora=lora)).run(tmp_path / "out", fsync=False)
-    assert_arrays(reshard.open(tmp_path / "out", strategy=cut(expected, "columns")), expected)
-    assert reshard.verify(tmp_path / "out").equal
-
-
 def test_tied_dtensors(tmp_path: Path) -> None:
     """One storage in the file of each rank."""
     model = weights("float32", {HEAD: (32, 16), "w.weight": (8, 4)})
@@ -303,25 +290,6 @@ def test_tied_dtensors(tmp_path: Path) -> None:
         reshard.plan(source, format="safetensors", selection=selection).run(tmp_path / tied, fsync=False)
         assert_arrays(reshard.open(tmp_path / tied), {**after, EMBEDDING: embedding})
         assert reshard.verify(tmp_path / tied).equal
-
-
-def test_views_of_one_storage(tmp_path: Path) -> None:
-    """A fused weight and its parts: each part may have an adapter, and the fused weight stays what it was."""
-    fused = weights("float32", {"qkv.weight": (48, 16)})["qkv.weight"]
-    storage = Storage(fused.reshape(-1))
-    model = {f"{name}.weight": fused[16 * at : 16 * at + 16] for at, name in enumerate("qkv")}
-    parts = {f"{n}.weight": tensor(model[f"{n}.weight"], storage=storage, first=256 * i) for i, n in enumerate("qkv")}
-    write_save(tmp_path / "apart.pt", parts)
-    write_save(tmp_path / "fused.pt", {**parts, "qkv.weight": tensor(fused, storage=storage)})
-    pairs = matrices(model, ("q", "v"))
-    after, lora = plain_merge(model, pairs), save(tmp_path / "lora", pairs)
-    assert_arrays(reshard.open(tmp_path / "apart.pt").merge_lora(lora), after)
-    source = reshard.open(tmp_path / "fused.pt")
-    with refused(UsageError, "tied-weights", "q.weight", "k.weight", "v.weight", "qkv.weight"):
-        source.merge_lora(lora)
-    assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**after, "qkv.weight": fused})
-    whole = np.concatenate([after[f"{name}.weight"] for name in "qkv"])
-    assert_arrays(source.merge_lora(LoRA(lora.root, tied="both")), {**after, "qkv.weight": whole})
 
 
 @pytest.mark.parametrize("choice", ["both", "untie"])
@@ -363,3 +331,109 @@ def test_views_of_another_shape(tmp_path: Path) -> None:
     with refused(SourceError, "unsupported-strides", "flat", "rows or columns", "untie"):
         source.merge_lora(LoRA(lora.root, tied="both"))
     assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**plain_merge(model, pairs), "flat": flat})
+
+
+# --- Adapters of trainings: the float32 masters that optimizers have of a merged weight are merged, too ---
+
+LAYERS = ("l.0.q_proj", "l.0.up")
+GROUPS = [{"l.0.q_proj.weight": (8, 8), "l.0.up.weight": (12, 8)}, {"norm.weight": (8,)}]
+NAMES = [name for group in GROUPS for name in group]
+
+
+def with_adapter(full: dict[str, Array], pairs: dict[str, Array], prefixes: tuple[str, ...]) -> dict[str, Array]:
+    """What numpy makes of weights and their masters."""
+    result = dict(full)
+    for name in (f"{prefix}{layer}.weight" for layer in LAYERS for prefix in prefixes):
+        layer = name.removesuffix(".weight").rpartition("l.0")[1:]
+        total = full[name].astype("f4") + np.float32(ALPHA / RANK) * product(pairs, "".join(layer))
+        result[name] = total.astype(full[name].dtype)
+    return result
+
+
+def assert_same(found: reshard.Checkpoint, expected: dict[str, Array]) -> None:
+    for name in found:
+        assert np.asarray(found[name]).tobytes() == expected[name].tobytes(), name
+
+
+def run_of(root: Path, stage: int, dtype: str) -> dict[str, Array]:
+    """Write a run of ZeRO; its weights are in bfloat16 or float32."""
+    full = values(GROUPS)
+    if dtype == "bfloat16":
+        return write_zero(root, GROUPS, stage=stage, full=full)
+    full |= {name: full[f"fp32.{name}"] for name in NAMES}
+    module = {name: tensor(np.zeros(0, "f4") if stage == 3 else full[name]) for name in NAMES}
+
+    def model(states: dict[str, Any]) -> None:
+        states["module"] = OrderedDict(module)
+
+    return write_zero(root, GROUPS, stage=stage, full=full, model=model)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_zero(tmp_path: Path, stage: int, dtype: str) -> None:
+    full = run_of(tmp_path / "run", stage, dtype)
+    pairs = matrices({name: np.zeros(shape) for name, shape in GROUPS[0].items()}, LAYERS)
+    lora = save(tmp_path / "lora", pairs)
+    expected = with_adapter(full, pairs, ("", "fp32."))
+    opened = reshard.open(tmp_path / "run")
+    assert_same(opened.merge_lora(lora), expected)
+    assert_same(opened.sel("fp32.*").merge_lora(lora), expected)
+    command = ("convert", tmp_path / "run", "--to", "hf", "--lora", lora.root, "--no-fsync")
+    for number, options in enumerate((("--include", "fp32.*"), ("--weights-only",), ())):
+        out = tmp_path / f"out{number}"
+        done(*command[:2], out, *command[2:], *options)
+        assert_same(reshard.open(out), expected)
+        done("verify", out)
+    assert set(reshard.open(tmp_path / "out0")) == {f"fp32.{name}" for name in NAMES}
+    failed(2, "no-effect", *command[:2], tmp_path / "no", *command[2:], "--include", "exp_avg.*", places=("--lora",))
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "master", ["optimizer.state.fp32_param.{}", "optimizer.state.param.{}", "optim.state.{}.master_param", "fp32.{}"]
+)
+def test_masters_by_other_names(tmp_path: Path, master: str) -> None:
+    """Megatron's, PyTorch's and DeepSpeed's; moments stay, and are merged into nothing."""
+    rng = np.random.default_rng(5)
+    model = {f"{layer}.weight": rng.standard_normal((8, 8)).astype(ml_dtypes.bfloat16) for layer in LAYERS}
+    states = {master.format(name): rng.standard_normal((8, 8)).astype("f4") for name in model}
+    moments = {f"exp_avg.{name}": rng.standard_normal((8, 8)).astype("f4") for name in model}
+    full: dict[str, Array] = model | states | moments
+    written = {name: one.view(np.uint16) if name in model else one for name, one in full.items()}
+    pairs = matrices(model, LAYERS)
+    source = reshard.open(write_file(tmp_path / "model.safetensors", written))
+    found = source.merge_lora(save(tmp_path / "lora", pairs))
+    expected = with_adapter(model, pairs, ("",)) | moments
+    for layer in LAYERS:
+        name = master.format(f"{layer}.weight")
+        expected[name] = states[name] + np.float32(ALPHA / RANK) * product(pairs, layer)
+    assert set(found) == set(expected)
+    assert_same(found, expected)
+
+
+def test_masters_of_another_shape_are_named(tmp_path: Path) -> None:
+    model = {"l.0.q_proj.weight": np.ones((8, 8), "f4"), "fp32.l.0.q_proj.weight": np.ones(64, "f4")}
+    source = reshard.open(write_file(tmp_path / "model.safetensors", model))
+    found = source.merge_lora(save(tmp_path / "lora", matrices(model, ("l.0.q_proj",))))
+    assert np.array_equal(np.asarray(found["fp32.l.0.q_proj.weight"]), model["fp32.l.0.q_proj.weight"])
+    assert any("fp32.l.0.q_proj.weight" in warning for warning in found.warnings)
+
+
+def test_views_of_one_storage(tmp_path: Path) -> None:
+    """A fused weight and its parts: each part may have an adapter, and the fused weight stays what it was."""
+    fused = weights("float32", {"qkv.weight": (48, 16)})["qkv.weight"]
+    storage = Storage(fused.reshape(-1))
+    model = {f"{name}.weight": fused[16 * at : 16 * at + 16] for at, name in enumerate("qkv")}
+    parts = {f"{n}.weight": tensor(model[f"{n}.weight"], storage=storage, first=256 * i) for i, n in enumerate("qkv")}
+    write_save(tmp_path / "apart.pt", parts)
+    write_save(tmp_path / "fused.pt", {**parts, "qkv.weight": tensor(fused, storage=storage)})
+    pairs = matrices(model, ("q", "v"))
+    after, lora = plain_merge(model, pairs), save(tmp_path / "lora", pairs)
+    assert_arrays(reshard.open(tmp_path / "apart.pt").merge_lora(lora), after)
+    source = reshard.open(tmp_path / "fused.pt")
+    with refused(UsageError, "tied-weights", "q.weight", "k.weight", "v.weight", "qkv.weight"):
+        source.merge_lora(lora)
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="untie")), {**after, "qkv.weight": fused})
+    whole = np.concatenate([after[f"{name}.weight"] for name in "qkv"])
+    assert_arrays(source.merge_lora(LoRA(lora.root, tied="both")), {**after, "qkv.weight": whole})

@@ -170,16 +170,6 @@ def test_how_many_layers_there_are(
                 side.derive(with_config)
 
 
-def test_numbers_of_something_else(tmp_path: Path) -> None:
-    """An encoder has as many layers as `num_hidden_layers` says, a decoder others; without layers nothing is asked."""
-    names = [*layers("encoder.layers.{}.w"), *layers("decoder.layers.{}.w", range(2))]
-    both = [{"a": "encoder.layers.{e}.w", "b": "e.{e}"}, {"a": "decoder.layers.{d}.w", "b": "d.{d}"}]
-    assert opened(tmp_path, names).derive(rules(*both, config={"num_hidden_layers": 4})).tensors
-    with refused(SourceError, "missing-layers", "num_hidden_layers"):
-        opened(tmp_path, names).derive(rules(*both, config={"num_hidden_layers": 5}))
-    assert opened(tmp_path, ["w"]).derive(rules({"a": "w", "b": "v"}, config={"num_hidden_layers": 5})).tensors
-
-
 def test_at_the_command_line(tmp_path: Path) -> None:
     """By the source's own config.json, and by --model-config in place of it."""
     (tmp_path / "hf").mkdir()

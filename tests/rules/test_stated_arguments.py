@@ -115,28 +115,6 @@ def test_arguments_of_experts(mindspore_data: Path, tmp_path: Path, args: dict[s
         reshard.open(case.checkpoint).derive(case.rules)
 
 
-def test_rules_that_take_gate_and_up_in_turn(mindspore_data: Path, tmp_path: Path) -> None:
-    """As the hint says: rules that know the size give what numpy gives."""
-    case = truth(mindspore_data, SPARSE)
-    name = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
-    layers, experts, rows, hidden = case.mcore[name].shape
-    groups = rows // 2  # of one row each
-    turned = case.mcore[name].reshape(layers, experts, groups, 2, 1, hidden)  # gate and up
-    gates = turned[:, :, :, 0].reshape(layers, experts, rows // 2, hidden)
-    known = right(case) | {"moe_mlp_glu_interleave_size": 1}
-    case = stating(mindspore_data, tmp_path, SPARSE, known)
-    content = dict(case.rules.data())
-    for rule in content["rules"]:
-        fused = rule["mcore"]
-        if isinstance(fused, dict) and fused.get("concat") == name:
-            rule["mcore"] = {"interleave": name, "by": fused["by"], "groups": groups}
-    derived = reshard.open(case.checkpoint).derive(Rules.of(content))
-    for layer in range(layers):
-        for expert in range(experts):
-            array = np.asarray(derived[f"model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight"])
-            assert array.tobytes() == gates[layer, expert].tobytes()
-
-
 def test_an_mlp_without_a_gate_under_rules_that_take_one(tmp_path: Path) -> None:
     """The shapes show it, also without arguments."""
     text = {"reshard-rules": 1, "sides": ["hf", "mcore"], "rules": [

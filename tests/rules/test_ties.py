@@ -6,13 +6,12 @@ import json
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
-from checkpoints import write_file, write_ranks
+from checkpoints import write_file
 from commands import call, done
 from refusals import refused
 
 import reshard
-from reshard import Layout, Rules, Selection, Strategy
+from reshard import Rules, Selection
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
@@ -78,31 +77,3 @@ def test_small_ones_are_compared_whole(tmp_path: Path) -> None:
     assert "samples" not in done("unify", source, out, *words).stderr
     with refused(SourceError, "not-equal", "'emb'", "'head'"):
         reshard.open(write_file(tmp_path / "other.safetensors", tensors(same=False, rows=64))).derive(TIE)
-
-
-@pytest.mark.parametrize("format", ["safetensors", "ckpt"])
-def test_ones_that_are_cut_otherwise(tmp_path: Path, format: str) -> None:
-    """Rows in four and columns in two; in a replica, too."""
-    rows, columns = Layout.of([4], [0, -1]), Layout.of([2, 2], [-1, 0])
-    strategy = Strategy.of({"emb": rows, "head": columns, "w": Layout.of([4], [-1, -1])})
-    source = write_ranks(tmp_path / "source", tensors(same=False), strategy, format)
-    selection = Selection(rules=TIE)
-    reshard.plan(reshard.open(source, strategy=strategy), selection=selection).run(tmp_path / "out", fsync=False)
-    found = reshard.verify(tmp_path / "out")
-    assert {one.name for one in found.differences} == {"head"}
-    assert {one.index for one in found.differences} == {PLACE}
-    same = write_ranks(tmp_path / "same", tensors(same=True), strategy, format)
-    reshard.plan(reshard.open(same, strategy=strategy), selection=selection).run(tmp_path / "fine", fsync=False)
-    assert reshard.verify(tmp_path / "fine").equal
-
-
-def test_the_way_back(tmp_path: Path) -> None:
-    """One tensor becomes two, which are both compared with it."""
-    whole = tensors(same=True)
-    source = write_file(tmp_path / "tied.safetensors", {"shared": whole["emb"], "v": whole["w"]})
-    selection = Selection(rules=TIE)
-    reshard.plan(reshard.open(source), selection=selection).run(tmp_path / "out", fsync=False)
-    assert reshard.verify(tmp_path / "out").equal
-    other = write_file(tmp_path / "other.safetensors", tensors(same=False))
-    found = reshard.verify(other, against=source, selection=selection)
-    assert [(one.name, one.index) for one in found.differences] == [("head", PLACE)]

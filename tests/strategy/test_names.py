@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import numbers, write_file
+from checkpoints import write_file
 from safetensors.numpy import load_file
 
 import reshard
-from reshard import Selection, Strategy
+from reshard import Selection
 from reshard.strategy.names import optimizer_states
 
 if TYPE_CHECKING:
@@ -94,11 +94,6 @@ def test_words_that_modules_have_too_are_states_beside_others_of_their_optimizer
         assert set(optimizer_states(["fc.w", f"{word}.fc.w", f"{other}.fc.w"])) == {f"{word}.fc.w", f"{other}.fc.w"}
 
 
-def test_words_that_the_format_says() -> None:
-    names = ["w", "shadow.w", "ema.w"]
-    assert set(optimizer_states(names, {"shadow"})) == {"shadow.w"}
-
-
 def test_they_follow_their_weights() -> None:
     names = [*WEIGHTS, *(name for name, _, _ in FORMS.values())]
     found = Selection(name_map={"model.h.*": "model.layers.*", "emb": "tok"}).renamed(names)
@@ -151,15 +146,3 @@ def test_globs_are_of_the_weight_that_a_state_follows(
 ) -> None:
     """And all states are named after the same part of their weights' names."""
     assert list(Selection(name_map=new_names).renamed(names).values()) == expected
-
-
-def test_they_are_kinds_and_no_weights(tmp_path: pytest.TempPathFactory) -> None:
-    tensors = numbers({"w": (4, 2), "state.w.exp_avg": (4, 2), "state.w.step": ()})
-    path = write_file(tmp_path / "a.safetensors", tensors)  # type: ignore[operator]
-    found = reshard.open(path)
-    assert found.groups(by="kind").counts == {"weights": 1, "state.exp_avg": 1, "state.step": 1}
-    plan = reshard.plan(found, selection=Selection(weights_only=True))
-    assert plan.dropped == ()
-    assert [each.name for each in plan._record.transfers] == ["w"]
-    made = Strategy.from_rules({name: value.shape for name, value in tensors.items()}, {"dp": 2}, {"w": ("dp",)})
-    assert np.prod(made.grid("state.w.exp_avg", (4, 2)).blocks[0].shape) == 4

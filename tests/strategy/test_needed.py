@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import helpers
-import numpy as np
 from generators import layouts, shapes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,14 +58,6 @@ def test_lacking_ranks_are_told_with_their_tensors() -> None:
     assert lacking_ranks(source, None, 0, {0, 1, 2}) == {3: ["a"]}
     assert lacking_ranks(source, None, 0, {0, 1}) == {2: ["a", "b"], 3: ["a", "b"]}
     assert lacking_ranks(source, None, 0, {0, 1, 2, 3}) == {}
-
-
-def test_uneven_slices_tell_the_size() -> None:
-    source = Strategy.of({"w": Layout.of([3], [0], param_split_shape=[1, 2, 5])})
-    assert [needed_ranks(source, Strategy.of({"w": Layout.of([4], [0])}), rank) for rank in range(4)] == [
-        (0, 1), (1, 2), (2,), (2,),
-    ]  # fmt: skip
-    assert needed_ranks(source, Strategy.of({"w": Layout.of([2], [0])}), 1) == (2,)
 
 
 def test_expanded_json_layouts_are_folded_to_the_other_sides_dimensions() -> None:
@@ -137,25 +127,3 @@ def test_it_suffices_and_none_can_be_left_out(data: st.DataObject) -> None:
         assert not suffices(rest)
         assert lacking
         assert suffices((*rest, *lacking))
-
-
-def test_the_oracle_agrees_on_every_recorded_pair(mindspore_data: Path) -> None:
-    """Numpy marks what the ranks found have of each tensor: all of what the target rank gets."""
-    for name in helpers.case_names():
-        case = mindspore_data / "cases" / name
-        meta = helpers.load_meta(case)
-        if not meta["src"]["layouts"] or not meta["dst"]["layouts"]:
-            continue
-        source, target = (reshard.read_strategy(case / meta[side]["strategy_file"]) for side in ("src", "dst"))
-        marks = {
-            tensor: np.arange(np.prod(info["shape"], dtype=int)).reshape(info["shape"])
-            for tensor, info in meta["full"].items()
-        }
-        for rank in range(meta["dst"]["devices"]):
-            have: dict[str, set[int]] = {}
-            for other in needed_ranks(source, target, rank):
-                for tensor, block in helpers.expected_blocks(marks, meta["src"], other).items():
-                    have.setdefault(tensor, set()).update(block.ravel().tolist())
-            for tensor, block in helpers.expected_blocks(marks, meta["dst"], rank).items():
-                if tensor in meta["src"]["layouts"]:
-                    assert set(block.ravel().tolist()) <= have[tensor], (name, rank, tensor)

@@ -140,29 +140,21 @@ WHOLE_8, WHOLE_16 = Layout.of([8], [-1, -1]), Layout.of([16], [-1, -1])
         (WHOLE_8, (128, 128), 4, -1, 64, -1),
         (WHOLE_8, (128, 127), 4, -1, 64, 0),
         (WHOLE_8, (128, 128), 2, -1, 64, 0),
-        (WHOLE_8, (128, 256), 2, -1, 64, -1),
         (Layout.of([2, 2, 2], [-1, 1]), (128, 128), 4, -1, 64, -1),  # 32 KB a rank
         (Layout.of([8], [-1]), (256,), 4, -1, 1, -1),
-        (Layout.of([8], [-1]), (248,), 4, -1, 1, 0),  # 992 bytes
         # Rows: those of the block, after the tensor map.
         (Layout.of([4], [-1]), (10,), 4, -1, 0, 0),
-        (WHOLE_16, (240, 6), 4, -1, 0, -1),
         (Layout.of([2, 4], [1, -1]), (12, 6), 4, -1, 0, 0),
         # Nobody shares the block.
         (Layout.of([4, 2], [1, -1, 0]), (4, 32, 32), 4, -1, 0, 0),
         # A size: at most so many pieces, written as a number; 1 is the same as none.
         (WHOLE_16, (240, 240), 4, 4, 0, 4),
-        (WHOLE_16, (240, 240), 4, 16, 0, 16),
         (Layout.of([2, 2, 4], [-1, 1]), (240, 480), 4, 16, 0, 8),
         (Layout.of([2, 2, 2, 2], [2, 1]), (480, 240), 4, 16, 0, 4),
         (WHOLE_8, (784, 512), 4, 1, 0, -1),
-        (Layout.of([16], [-1]), (10,), 4, 2, 0, 2),
         (Layout.of([16], [-1]), (10,), 4, 8, 0, 0),
         # A size that does not divide the devices that share a block, where it is less than they are.
         (WHOLE_16, (240, 240), 4, 3, 0, 0),
-        (WHOLE_16, (240, 240), 4, 5, 0, 0),
-        (WHOLE_16, (240, 240), 4, 6, 0, 0),
-        (Layout.of([2, 2, 2, 2], [2, 1]), (480, 240), 4, 3, 0, 0),
         (Layout.of([2, 2, 2, 2], [2, 1]), (480, 240), 4, 5, 0, 4),
     ],
 )
@@ -323,13 +315,7 @@ def test_every_compiled_pipeline_block_for_block(mindspore_data: Path, name: str
         ({"rules": {"embedding": ("tp",)}}, ["unknown-axis"], ["$.rules['embedding'][0]", "'tp'", "dp, mp"]),
         ({"rules": {"embedding": ("mp", "mp")}}, ["repeated-axis"], ["['embedding'][1]", "'mp'"]),
         ({"rules": {"*.norm": (None, "mp")}}, ["wrong-dimensions"], ["2 entries", "1 dim", "layers.0.norm"]),
-        ({"rules": {"embedding": "mp"}}, ["wrong-type"], ["$.rules['embedding'] is 'mp'"]),
-        ({"rules": {"embedding": (3,)}}, ["wrong-type"], ["[0] is 3"]),
-        ({"rules": {"embedding": ([3],)}}, ["wrong-type"], ["[0] is [3]"]),
-        ({"rules": {3: ()}}, ["bad-name"], ["$.rules has the key 3"]),
-        ({"rules": ["mp"]}, ["wrong-type"], ["$.rules is ['mp']"]),
         ({"mesh": {"dp": 0}}, ["out-of-range"], ["$.mesh.dp is 0", "1 to 131072", "likewise $.mesh"]),
-        ({"mesh": {"dp": 1 << 21}}, ["out-of-range"], ["$.mesh.dp is 2097152", "1 to 131072"]),
         (
             {"mesh": {"dp": 3}, "rules": {"*.w?.weight": (None, "dp")}},
             ["not-divisible"],
@@ -341,15 +327,11 @@ def test_every_compiled_pipeline_block_for_block(mindspore_data: Path, name: str
             ],
         ),
         ({"pipeline": {"layers.*": 0}}, ["unplaced-tensor"], ["$.pipeline", "embedding"]),
-        ({"pipeline": {"*": 0, "zz": 1}}, ["no-match"], ["$.pipeline['zz']"]),
         ({"pipeline": {"*": 1}}, ["missing-stage"], ["$.pipeline", "stage 0", "stage 1"]),
         ({"pipeline": {"*": "0"}}, ["bad-stage"], ["$.pipeline['*'] is '0'"]),
-        ({"pipeline": {"*": [-1]}}, ["bad-stage"], ["$.pipeline['*'] is [-1]"]),
-        ({"pipeline": 1}, ["wrong-type"], ["$.pipeline is 1"]),
         ({"optimizer_parallel": 1, "predict": "no"}, ["wrong-type"], ["$.optimizer_parallel is 1;", "$.predict"]),
         ({"optimizer_weight_shard_size": 0}, ["out-of-range"], ["$.optimizer_weight_shard_size is 0"]),
         ({"parallel_optimizer_threshold": -1}, ["out-of-range"], ["$.parallel_optimizer_threshold is -1"]),
-        ({"optimizer_parallel_except": "embedding"}, ["wrong-type"], ["$.optimizer_parallel_except is 'embedding'"]),
         ({"optimizer_parallel": True, "optimizer_parallel_except": ["zz"]}, ["no-match"], ["except[0]: 'zz'"]),
         ({"shapes": {"global_step": ()}}, ["no-tensors"], []),
         (

@@ -17,7 +17,6 @@ import pytest
 from checkpoints import Array, blocks, dtype_name, numbers, tree, write_file, write_ranks
 from commands import call, done, proposed
 from refusals import failed, refused
-from strategy_files import meaning
 
 import reshard
 import reshard.mindspore as ms
@@ -156,15 +155,6 @@ def test_a_stage_of_the_source_that_is_asked_for_says_what_others_have(
     assert f"missing, because the source does not have it: {len(others)} names: " in report.stdout
 
 
-def test_stage_after_stage_gives_what_all_of_the_strategy_does(pipeline: Pipeline, tmp_path: Path) -> None:
-    target = reshard.read_strategy(pipeline.four_strategy)
-    for stage, name in (FIRST, LAST):
-        read = ["--source-strategy", pipeline.files / name, "--stage", str(stage)]
-        done("transform", pipeline.source, tmp_path / "out", *read, "--target-strategy", pipeline.four_strategy)
-    opened = reshard.open(tmp_path / "out", strategy=target)
-    assert all(np.array_equal(opened[name].compute(), value) for name, value in pipeline.full.items())
-
-
 def test_python_is_asked_for_the_stage_too(pipeline: Pipeline, tmp_path: Path) -> None:
     for stage, name in (FIRST, LAST):
         for strategy in (pipeline.files / name, pipeline.all.of_stage(stage)):
@@ -277,28 +267,6 @@ def test_a_stage_of_the_target_in_python(pipeline: Pipeline) -> None:
     failed(2, "option-of-another-format", *words, places=("--target-stage",))
 
 
-def test_weights_that_would_be_dropped_make_one_think_of_a_pipeline(pipeline: Pipeline, tmp_path: Path) -> None:
-    """A copy of the first stage's file that lies alone says nothing of others."""
-    alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
-    read = [pipeline.four, "--source-strategy", pipeline.four_strategy]
-    for words in (
-        ["transform", read[0], tmp_path / "out", *read[1:], "--target-strategy", alone],
-        ["strategy", "check", alone, *read],
-    ):
-        result = failed(4, "not-in-strategy", *words, places=("tensor 'net.layer2.", "tensor 'net.layer3."))
-        assert "--drop 'net.layer2." in result.stderr or words[0] == "strategy"
-        assert "pipeline" in result.stderr.splitlines()[-1]
-
-
-def test_weights_that_go_whole_to_every_rank_are_reported(pipeline: Pipeline, tmp_path: Path) -> None:
-    """No strategy says how those of a file of whole tensors are cut, which the target's does not name."""
-    alone = shutil.copy(pipeline.files / FIRST[1], tmp_path / "strategy.ckpt")
-    source = reshard.open(pipeline.whole)
-    (notice,) = reshard.plan(source, reshard.read_strategy(alone)).warnings
-    assert notice.startswith("copied whole to every rank, as the target strategy does not name it: 8 tensors, net.")
-    assert reshard.plan(source, pipeline.all).warnings == ()  # of global_step nothing is told
-
-
 # --- whether a file is of one stage ---
 
 
@@ -327,23 +295,6 @@ def test_the_first_stage_s_file_is_known_by_those_beside_it(pipeline: Pipeline, 
     assert repr(reshard.read_strategy(first)).endswith("(stage 0 of a pipeline)>")
     assert "stage 0 of a longer pipeline" in done("strategy", "show", first).stdout
     assert not pipeline.all.others
-
-
-def test_strategies_without_a_pipeline_are_not_asked_for_a_stage(mindspore_data: Path) -> None:
-    """All recorded ones: networks of other configurations lie side by side, one run's ranks have a file each."""
-    files = [*(mindspore_data / "strategies").glob("*.*"), *(mindspore_data / "real").glob("*/strategy_*.ckpt")]
-    found = {path: reshard.read_strategy(path) for path in files if path.name not in {"index.json", "summary.txt"}}
-    assert len(found) > 50
-    assert {path.parent.name for path, strategy in found.items() if strategy.others} == {"pipe8_opt"}
-
-
-def test_a_stage_of_a_merged_file_is_written_and_read_again(pipeline: Pipeline, tmp_path: Path) -> None:
-    for stage in (0, 1):
-        one = pipeline.all.of_stage(stage)
-        reshard.write_strategy(one, tmp_path / f"s_{stage}.ckpt")
-        again = reshard.read_strategy(tmp_path / f"s_{stage}.ckpt")
-        assert meaning(again) == meaning(one)
-        assert {operator.stage for operator in again.operators} == {stage}
 
 
 # --- a stage that has operators and no tensors ---
@@ -385,18 +336,3 @@ def test_mindspores_names_take_the_target_s_stage_for_no_model(pipeline: Pipelin
                 unified_safetensors_dir=tmp_path / "set", dst_safetensors_dir=tmp_path / "out",
             )  # fmt: skip
     assert not (tmp_path / "out").exists()
-
-
-def test_mindspores_names_take_stages_of_both_sides(pipeline: Pipeline, tmp_path: Path) -> None:
-    """One sub-network to one of an equal pipeline, and one rank of a pipeline by its own strategy file."""
-    for stage, name in (FIRST, LAST):
-        own = pipeline.files / name
-        ms.transform_checkpoints(pipeline.source, tmp_path / "out", "x", own, own)
-        ranks = range(4 * stage, 4 * stage + 4)
-        for rank in ranks:
-            path = tmp_path / "out" / f"rank_{rank}" / f"x{rank}_part{stage}.ckpt"
-            assert helpers.read_rank_file(path) == held(pipeline, rank)
-            path = tmp_path / f"{rank}.ckpt"
-            files = {r: pipeline.four / f"rank_{r}" / f"checkpoint_{r}.ckpt" for r in range(4)}
-            ms.transform_checkpoint_by_rank(rank, files, path, pipeline.four_strategy, own)
-            assert helpers.read_rank_file(path) == held(pipeline, rank)

@@ -72,18 +72,6 @@ def test_the_format_is_told_by_content(tmp_path: Path) -> None:
     assert list(read_strategy(path).tensors) == ["w"]
 
 
-def test_older_files_without_the_optimizer_fields(tmp_path: Path) -> None:
-    top = message()
-    item = add_layout(top, "w", [2], [0])
-    item.parallel_layouts.ClearField("opt_weight_shard_step")
-    item.parallel_layouts.ClearField("opt_weight_shard_size")
-    assert read_strategy(saved(tmp_path / "a.ckpt", top)).tensors["w"][0].layout == Layout.of([2], [0])
-    older = {key: value for key, value in json_item().items() if not key.startswith("opt")}
-    assert read_strategy(saved(tmp_path / "a.json", json_top({"w": older}))).tensors["w"][0].layout == Layout.of(
-        [2, 4], [1, -1]
-    )
-
-
 def test_uneven_shapes_and_fields_are_kept(tmp_path: Path) -> None:
     layout = Layout.of([2], [0], param_split_shape=[5, 3], indices_offset=[0, 5], field=2)
     for name in ("a.ckpt", "a.json"):

@@ -12,6 +12,7 @@ from checkpoints import numbers
 from generators import laid_out
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import failed
 from test_show import large
 
 import reshard
@@ -39,18 +40,6 @@ def test_colours_do_not_change_the_text() -> None:
 
     checkpoint = large(20, 8)
     assert picture_text(checkpoint, Canvas(60, paint)) == picture_text(checkpoint, Canvas(60))
-
-
-def test_a_rank_has_the_colour_of_other_pictures() -> None:
-    painted = {}
-
-    def paint(text: str, background: int, _ink: int) -> str:
-        painted[background] = text
-        return text
-
-    grid = Layout.of([2], [0]).grid((2,))
-    block_picture(grid.shape, grid.blocks, grid.ranks, Canvas(60, paint))
-    assert list(painted) == [110, 209], "the colours of a terminal next to #77aadd and #ee8866"
 
 
 def test_tensors_that_are_cut_alike_share_a_picture() -> None:
@@ -106,3 +95,8 @@ def test_colours_only_where_they_are_wanted(source: Path) -> None:
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     reshard.write(numbers({"w\x1b[2J\u202e": (2, 2)}), tmp_path / "src.safetensors")
     assert picture_text(reshard.open(tmp_path / "src.safetensors")._record, Canvas()).replace("\n", "").isprintable()
+
+
+def test_pictures_are_not_data(source: Path) -> None:
+    failed(2, "bad-options", "inspect", source, "--picture", "--json")
+    failed(2, "unknown-tensor", "inspect", source, "--picture", "upp", places=("upp",))

@@ -106,3 +106,13 @@ def test_finished_files_are_not_read_again(plan: reshard.Plan, report: Report, t
     path.unlink()
     assert "3 files kept" in report_text(plan._record, plan.run(report.directory))
     assert "kept" not in report_text(plan._record, plan.run(report.directory, restart=True))
+
+
+def test_checksums_have_their_place(plan: reshard.Plan, report: Report) -> None:
+    sums = {"rank_0/checkpoint_0.safetensors": {"w": 0x1A2B, "global_step": 0xFFFFFFFF}}
+    summed = report._replace(checksums=sums)
+    unsummed = report._replace(checksums=None)
+    assert "checksummed" not in report_text(plan._record, unsummed)
+    assert "checksums: none made" in report_text(plan._record, unsummed, verbose=True)
+    data = plan_data(plan._record, "dst", summed)
+    assert data["checksums"] == {"rank_0/checkpoint_0.safetensors": {"w": "00001a2b", "global_step": "ffffffff"}}

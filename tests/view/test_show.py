@@ -6,14 +6,12 @@ import itertools
 import re
 import time
 from math import prod
-from typing import TYPE_CHECKING
 
 import pytest
 from generators import laid_out
 from hypothesis import given
 from hypothesis import strategies as st
 
-import reshard
 from reshard.core.layout.layout import Layout
 from reshard.core.model.checkpoint import Checkpoint, Sharding, SourceFile, Tensor, TensorSpec
 from reshard.core.model.entries import Entry, FileIndex, Replica
@@ -22,11 +20,8 @@ from reshard.errors import printable
 from reshard.strategy.names import group_names
 from reshard.strategy.strategy import Strategy
 from reshard.view.tables import checkpoint_text, rank_files_data, rank_files_text, rank_parts
-from reshard.view.text import bytes_text, plan_text, table_lines
-from reshard.view.words import layout_words, plan_data, strategy_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from reshard.view.text import bytes_text, table_lines
+from reshard.view.words import layout_words
 
 FLOAT32 = BY_NAME["float32"]
 
@@ -90,15 +85,6 @@ def test_a_layout_that_cannot_be_is_shown_with_the_reason() -> None:
     assert "3 does not divide the 4 devices" in text
 
 
-def test_a_real_strategy(mindspore_data: Path) -> None:
-    path = mindspore_data / "real" / "tut_dst4_opt" / "strategy_0.ckpt"
-    text = strategy_text(reshard.read_strategy(path), "dst_strategy.ckpt")
-    assert text.startswith("dst_strategy.ckpt: 12 tensors over 4 ranks (0-3): 1 stage of 4 devices\n")
-    assert "\nrows / 4 (4 for the optimizer)\n  net.layer{1-3}.bias  (3 tensors)" in text
-    raw = strategy_text(reshard.read_strategy(path), "dst_strategy.ckpt", raw=True)
-    assert "# [4] map [-1] opt -1\n  net.layer{1-3}.bias  (3 tensors)" in raw
-
-
 @given(laid_out())
 def test_words_count_the_blocks_and_the_copies(case: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = case
@@ -107,21 +93,6 @@ def test_words_count_the_blocks_and_the_copies(case: tuple[Layout, tuple[int, ..
     ways = [int(way) for way in re.findall(r"/ (\d+)", words)]
     assert prod(ways) == len(grid.blocks)
     assert int(copies.split()[0] if copies else 1) == len(grid.ranks[0])
-
-
-def test_a_real_checkpoint(mindspore_data: Path) -> None:
-    root = mindspore_data / "real" / "tut_src8"
-    lines = checkpoint_text(reshard.open(root / "ckpt", strategy=root / "strategy_0.ckpt")._record).splitlines()
-    assert lines[0].endswith("8 ckpt files, 8 ranks (0-7), 99.6 kB")
-    weight = next(line for line in lines if line.startswith("net.layer1.weight"))
-    assert re.split(r"  +", weight) == [
-        "net.layer1.weight", "1", "float32", "[16, 32]", "2.0 kB", "columns / 2 × 4 copies",
-    ]  # fmt: skip
-    bias = next(line for line in lines if line.startswith("net.layer{1-2}.bias"))
-    assert re.split(r"  +", bias)[1:5] == ["2", "float32", "[32]", "256 B"]
-    step = next(line for line in lines if line.startswith("global_step"))
-    assert re.split(r"  +", step)[5:] == ["whole × 8 copies"]
-    assert lines[-1].startswith("15 tensors, 14.9 kB in whole tensors")
 
 
 def large(tensors: int, ranks: int) -> Checkpoint:
@@ -165,17 +136,3 @@ def test_ranks_with_different_files_are_shown_apart() -> None:
     assert "rank 1: 1 tensor, 48 B" in text
     groups = rank_files_data(parts, [])["groups"]
     assert [group["ranks"] for group in groups] == [[0, 2, 3], [1]]  # type: ignore[attr-defined,index]
-
-
-def test_a_plan_tells_what_it_costs(mindspore_data: Path) -> None:
-    real = mindspore_data / "real"
-    source = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
-    plan = reshard.plan(source, reshard.read_strategy(real / "tut_dst4_opt" / "strategy_0.ckpt"), format="safetensors")
-    text = plan_text(plan._record, "dst", verbose=True)
-    assert "to       dst: 4 safetensors files, 4 ranks (0-3)" in text
-    assert "read     14.9 kB from 2 files\n" in text
-    assert f"to 4 files\ntasks    {plan.stats.tasks}\nmemory   about " in text
-    assert "dst/rank_3/checkpoint_3.safetensors" in text
-    data = plan_data(plan._record, "dst")
-    assert data["target_bytes"] == sum(file.layout.size for file in plan._record.files)
-    assert data["seconds"] is None
