@@ -172,14 +172,13 @@ class Row:
     title: str
     most: float
     options: list[str] = field(default_factory=list)
-    command: str = "transform"
     synced: bool = False
     cold: bool = False
 
 
-_STYLE = ["--style", "checkpoint2"]
-_DCP = ["--format", "dcp"]
-_HF = ["--style", "huggingface", "--rules"]
+_CHECKPOINT2 = ["--to", "checkpoint2"]
+_DCP = ["--to", "dcp"]
+_HF = ["--to", "hf", "--rules"]
 _RULES = [
     ("fused", "QKV by groups, gate and up one behind the other, layers stacked", 1.1),
     ("rows", "gate and up row by row", 1.3),
@@ -190,25 +189,21 @@ ROWS = [
     Row("columns", "st", "columns", "row → column, warm", 0.95),
     Row("six", "st", "six", "8 → 6 ranks, warm", 0.95),
     Row("optimizer", "st", "optimizer", "optimizer-sharded target, warm", 0.95),
-    Row("unify", "st", None, "unify to one set, warm", 0.95, command="unify"),
-    Row("zarr", "st", None, "unify to a zarr store, warm", 1.5, ["--format", "zarr"], command="unify"),
+    Row("unify", "st", None, "unify to one set, warm", 0.95, ["--to", "mindspore"]),
+    Row("zarr", "st", None, "unify to a zarr store, warm", 1.5, ["--to", "zarr"]),
     Row("pipeline", "pipeline", "tp4", "pipeline 2 → 1, warm", 0.95),
     Row("ckpt", "ckpt", "tp4", ".ckpt → .ckpt, warm", 1.0),
-    Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--format", "safetensors"]),
-    Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _STYLE),
-    Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--style", "huggingface"], command="unify"),
+    Row("ckpt-st", "ckpt", "tp4", ".ckpt → safetensors, warm", 1.0, ["--to", "safetensors"]),
+    Row("checkpoint2", "checkpoint2", "fsdp4-tp4", "Checkpoint 2.0 fsdp8·tp2 → fsdp4·tp4, warm", 1.1, _CHECKPOINT2),
+    Row("dcp-hf", "dcp", None, "DCP fsdp8 → Hugging Face set, warm", 1.1, ["--to", "hf"]),
     Row("dcp-columns", "dcp", "columns", "DCP row → column, warm", 1.1, _DCP),
     Row("hf-dcp", "hf", "st", "Hugging Face set → DCP fsdp8, warm", 1.1, _DCP),
     *(
-        Row(
-            f"rules-{name}", "hf", None, f"rules: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], command="unify"
-        )
+        Row(f"rules-{name}", "hf", None, f"rules: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"])
         for name, title, most in _RULES
     ),
     *(
-        Row(
-            f"rules-{name}-back", name, None, f"and back: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"], "unify"
-        )
+        Row(f"rules-{name}-back", name, None, f"and back: {title}, warm", most, [*_HF, f"{{root}}/{name}.yaml"])
         for name, title, most in _RULES
     ),
     Row("cold", "st", "tp4", "tp8 → tp4, cold cache, synced", 1.1, cold=True, synced=True),
@@ -246,7 +241,7 @@ def memory() -> int:
 def arms(row: Row, root: Path, out: Path, torch: str | None = None) -> dict[str, list[str]]:
     """The commands of a row: ours, the plain copy, and PyTorch's where a Python has it that knows the format."""
     source = root / row.source
-    ours = [*RESHARD, row.command, str(source), str(out)]
+    ours = [*RESHARD, "convert", str(source), str(out)]
     if row.source not in {"checkpoint2", "dcp", "hf", *(name for name, _, _ in _RULES)}:
         ours += ["--source-strategy", str(root / f"{row.source}.strategy.ckpt")]
     if row.target:
