@@ -28,7 +28,7 @@ def small_files(folder: Path) -> dict[str, bytes | int]:
     }
 
 
-@pytest.mark.parametrize("name", [slow(name) if name == "large" else name for name in _DEMOS])
+@pytest.mark.parametrize("name", [slow(name) if name in {"large", "70b"} else name for name in _DEMOS])
 def test_it_is_quick_and_the_same_each_time(name: str, tmp_path: Path) -> None:
     began = time.monotonic()
     home = reshard.demo(name, tmp_path / "first")

@@ -139,15 +139,6 @@ def test_make_writes_what_mindspore_compiles(real: Path, tmp_path: Path, text: s
     done("transform", *source(real), tmp_path / "out", "--target-strategy", output)
 
 
-def test_make_in_a_pipeline(real: Path, tmp_path: Path) -> None:
-    text = RULES + 'pipeline: {"*layer1.*": 0, "*": [1]}\n'
-    output = tmp_path / "dst.ckpt"
-    result = done("strategy", "make", written(tmp_path / "r.yaml", text), "--like", *source(real), "-o", output)
-    assert result.stdout == f"wrote {output}: 12 tensors over 8 ranks in 2 stages\n"
-    made = reshard.read_strategy(output)
-    assert made.stages_of("net.layer1.weight") == made.stages_of("moments.net.layer1.weight") == (0,)
-
-
 def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
     rules, output = written(tmp_path / "r.yaml", RULES), written(tmp_path / "dst.ckpt", "mine")
     failed(6, "already-exists", "strategy", "make", rules, "--like", *source(real), "-o", output, places=(output,))

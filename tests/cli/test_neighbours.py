@@ -95,16 +95,6 @@ def another(out: Path | str, *command: str | Path, place: str) -> None:
     assert before is None or (not isinstance(out, str) and tree(out) == before)
 
 
-def test_a_directory_of_its_own_has_nothing_beside(whole: Path, out: Path, tmp_path: Path) -> None:
-    assert told("transform", whole, out) == []
-    assert told("unify", whole, tmp_path / "set") == []
-    done("transform", whole, out)
-    assert told("unify", whole, tmp_path / "set", "--overwrite") == []
-    write_ranks(tmp_path / "ranks", FULL, ROWS)
-    assert told("convert", tmp_path / "ranks", tmp_path / "converted", "--format", "ckpt") == []
-    assert told("convert", whole, whole.with_name("net.ckpt"), "--format", "ckpt") == [], "a file was asked for"
-
-
 @pytest.mark.parametrize(
     "other",
     ["rank_0/checkpoint_0.ckpt", "rank_7/checkpoint_7.ckpt", "rank_0/net-1_10.safetensors", "net.safetensors",

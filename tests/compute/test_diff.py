@@ -64,8 +64,7 @@ def changed(full: dict[str, Array], *, share: float = 0.01) -> dict[str, Array]:
 
 
 PAIRS = [
-    ("rows safetensors", "columns safetensors"), ("columns safetensors", "rows ckpt"), ("hf", "columns safetensors"),
-    ("dcp", "hf"), ("zarr", "columns safetensors"), ("rows safetensors", "zarr"),
+    ("columns safetensors", "rows ckpt"), ("hf", "columns safetensors"), ("dcp", "hf"), ("rows safetensors", "zarr"),
 ]  # fmt: skip
 
 

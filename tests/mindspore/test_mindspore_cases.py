@@ -36,7 +36,7 @@ def check_side(root: Path, full: dict, side: dict, prefix: str, allowed_missing:
 @pytest.mark.parametrize(
     ("name", "source_format", "target_format"),
     [
-        pytest.param(name, *formats, marks=[] if (row - column) % 4 == 0 else pytest.mark.slow)
+        pytest.param(name, *formats, marks=[] if (row - column) % 8 == 0 else pytest.mark.slow)
         for row, name in enumerate(name for name in helpers.case_names() if not name.startswith("lost"))
         for column, formats in enumerate(product(FORMATS, FORMATS))
     ],

@@ -125,23 +125,6 @@ def test_a_mapping_of_arrays_is_written_in_place() -> None:
     assert (array.tolist(), tensor.asnumpy().tolist()) == ([1, 1], [2, 2])
 
 
-def test_an_object_that_only_can_set_data_is_given_a_tensor() -> None:
-    class Own:
-        name, shape, dtype = "w", (2,), "float32"
-
-        def set_data(self, data: Tensor) -> None:
-            self.given = data
-
-    own = Own()
-
-    class Holder:
-        def parameters_and_names(self) -> list[tuple[str, Own]]:
-            return [("w", own)]
-
-    assert ms.load_param_into_net(Holder(), {"w": parameter([1, 2])}, remove_redundancy=True) == ([], [])
-    assert own.given.asnumpy().tolist() == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("error", "code", "place", "arguments"),
     [

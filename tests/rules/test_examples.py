@@ -375,7 +375,7 @@ def with_states(weights: Mapping[str, Array], form: str, factors: Mapping[str, f
     return found
 
 
-@pytest.mark.parametrize("name", sampled([(name,) for name in EXAMPLES], 3))
+@pytest.mark.parametrize("name", sampled([(name,) for name in EXAMPLES], 6))
 def test_names_of_states_both_ways(tmp_path: Path, name: str) -> None:
     """In every form, of a model with a head of its own, and of a tied one."""
     for form in FORMS:

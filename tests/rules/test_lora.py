@@ -168,12 +168,6 @@ def test_rules_come_after(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) 
         both.merge_lora(lora)
 
 
-def test_layers_that_were_left_out_before(base: reshard.Checkpoint, lora: LoRA) -> None:
-    name = "model.layers.0.q_proj.weight"
-    assert_arrays(base.sel(name).merge_lora(lora), {name: EXPECTED[name]})
-    assert_arrays(base.merge_lora(lora).sel(name), {name: EXPECTED[name]})
-
-
 def test_zarr_encrypted_and_dcp_sources(
     tmp_path: Path, base: reshard.Checkpoint, lora: LoRA, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,7 @@ def test_what_a_nearer_rule_takes_is_not_lost(tmp_path: Path) -> None:
     assert len(opened(tmp_path, names).derive(rules(Q, K, {"a": "inv_freq.{l}", "b": None})).tensors) == 8
 
 
-@pytest.mark.parametrize("name", sampled([(name,) for name in EXAMPLES], 3))
+@pytest.mark.parametrize("name", sampled([(name,) for name in EXAMPLES], 6))
 def test_each_tensor_of_the_last_layer_of_each_example(tmp_path: Path, name: str) -> None:
     """On both sides; what may be absent (`optional`), and what predicts one token more, may be so in all layers."""
     some = Rules.read(name, config=CONFIG, let={"divisor": 8} if name.endswith(("mcore", "layers")) else None)

@@ -93,7 +93,8 @@ def test_between_rank_files(case: Truth, tmp_path: Path, format: str) -> None:
     assert reshard.verify(tmp_path / "back", hf, against=source, selection=selection).equal
 
 
-def test_to_every_kind_of_target(case: Truth, tmp_path: Path) -> None:
+def test_to_every_kind_of_target(mindspore_data: Path, tmp_path: Path) -> None:
+    case = truth(mindspore_data, "mcore_moe_ep2")
     hf = tensor_parallel(case.hf)
     source = reshard.open(write_ranks(tmp_path / "hf", case.hf, hf), strategy=hf)
     derived, layouts = source.derive(case.rules), tensor_parallel(case.back)
