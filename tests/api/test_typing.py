@@ -46,7 +46,7 @@ def checked(checker: str, folder: Path) -> set[str]:
     return {Path(one["file"]).name for one in found if one["severity"] == "error"}
 
 
-@pytest.mark.parametrize("checker", [slow("mypy"), "basedpyright"])
+@pytest.mark.parametrize("checker", [slow("mypy"), slow("basedpyright")])
 def test_type_checkers_accept_a_users_script_and_refuse_mistakes(checker: str, tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(SCRIPT.read_text())
     for number, text in enumerate(WRONG.values()):

@@ -16,6 +16,7 @@ from checkpoints import numbers, tree, write_file, write_ranks
 from commands import call, done
 from compared import flip
 from refusals import failed, refused
+from samples import slow
 from saves_files import Storage, tensor, write_save
 from stopped_runs import small_tasks, stopped
 
@@ -111,7 +112,7 @@ def test_optimizer_states_are_left_out(mindspore_data: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["hf", "mindspore", "dcp", "zarr", "checkpoint2", "safetensors", "ckpt", "dcp-cut"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [CASES[0], *map(slow, CASES[1:])])
 def test_targets(mindspore_data: Path, tmp_path: Path, case: str, to: str) -> None:
     folder = mindspore_data / "averages" / case
     expected = truth(folder)
