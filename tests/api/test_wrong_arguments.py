@@ -102,6 +102,8 @@ CALLS: list[tuple[str, Callable[[Any], object]]] = [
     ("root", lambda on: ANY.LoRA(5)),
     ("rule", lambda on: ANY.Layout.parse(5, 1, 1)),
     ("layouts", lambda on: ANY.Strategy.of({"w": 5})),
+    ("dev_matrix", lambda on: ANY.Layout.of("x", [1])),
+    ("threads", lambda on: on.plan.run(on.out, threads=0)),
 ]
 
 

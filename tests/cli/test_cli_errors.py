@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         ["unify", "a", "b", "--max-shard-size", "4 elephants"],
         ["inspect"],
         ["nonsense"],
+        ["transform", "a", "b", "--cast", "float32"],
+        ["unify", "a", "b", "--style", "torch"],
     ],
 )
 def test_wrong_usage_is_2(arguments: list[str]) -> None:
@@ -79,6 +81,7 @@ def test_sizes(text: str, nbytes: int) -> None:
         ("convert a b --to tf", "'mindspore', 'hf'"),
         ("convert a b --to safetensor", "did you mean safetensors?"),
         ("inspect a --color alwys", "did you mean always?"),
+        ("convert a b 2 GB", "2GB"),
     ],
 )
 def test_slips_are_understood(words: str, named: str) -> None:

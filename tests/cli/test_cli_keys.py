@@ -224,6 +224,8 @@ def test_a_saved_plan_takes_the_keys_when_it_is_run(
         ("convert PLAIN x --format safetensors --target-key-file KEY", 2, "not-encryptable", "ckpt"),
         ("convert PLAIN x --format ckpt --encryption AES-GCM", 2, "no-key", "--target-key-file FILE"),
         ("plan PLAIN --style huggingface --target-key-file KEY", 2, "not-encryptable", "ckpt"),
+        ("convert PLAIN x --format ckpt --target-key-file KEY --write-manifest m", 2, "no-manifest", "x "),
+        ("verify SEALED --write-manifest m", 2, "encrypted", "sealed "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_sentence(
@@ -489,3 +491,21 @@ def test_through_zarr_what_is_plain_is_said(case: Case, sealed: Path, key: Path,
     options = ["--target-strategy", case.target_strategy, "--key-file", key]
     said = done("transform", sealed, tmp_path / "out", *options, "--via-zarr", tmp_path / "st.zarr", "--json")
     assert f"is encrypted, and what is written is not: {tmp_path / 'st.zarr'} and {tmp_path / 'out'}" in said.stderr
+
+
+def test_verify_by_the_ledger_with_an_exported_key_that_is_wrong_or_of_no_use(
+    case: Case, tmp_path: Path, sealed: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategies = ["--source-strategy", case.target_strategy, "--target-strategy", case.source_strategy]
+    done("transform", sealed, tmp_path / "open", *strategies, "--key-file", key)
+    by_ledger = ["verify", tmp_path / "open"]
+    monkeypatch.setenv("RESHARD_KEY", "ab" * 24)
+    failed(4, "wrong-key", *by_ledger, places=("checkpoint_0.ckpt",))
+    monkeypatch.setenv("RESHARD_KEY", KEY.decode())
+    assert "every bit of 15 tensors" in done(*by_ledger).stdout
+    shutil.rmtree(sealed)
+    found = done(*by_ledger)
+    assert "compared with the sizes and checksums that its ledger has" in found.stderr
+    monkeypatch.delenv("RESHARD_KEY")
+    assert "compared with the sizes and checksums that its ledger has" in done(*by_ledger).stderr
+    failed(4, "not-found", *by_ledger, "--key-file", key, places=("checkpoint_0.ckpt",))

@@ -176,6 +176,14 @@ def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
             ["inputs-disagree"],
             ["$.operators['w']", " k ", " 1 and 2 "],
         ),
+        ("\x00", ["not-yaml"], ["#x0000"]),
+        (
+            "mesh: {a: 2}\nrules: {w: {mesh: {b: x}, layout: 3}}",
+            ["out-of-range", "devices-differ", "wrong-type"],
+            ["$.rules['w'].mesh.b is 'x'", "$.rules['w'].layout is 3"],
+        ),
+        ("mesh: {a: 2}\nrules: {w: {mesh: {b: 2}}}", ["wrong-type"], ["$.rules['w'] is {'mesh': {'b': 2}}"]),
+        ("devices: 4\noperators: [1]", ["wrong-type"], ["$.operators is [1]"]),
     ],
 )
 def test_rules_files_that_are_none(tmp_path: Path, text: str, codes: list[str], places: list[str]) -> None:

@@ -128,6 +128,7 @@ def test_encrypted_files_are_converted_with_their_key(
         ("not-a-directory", "save_path out.ckpt", {"save_path": "out.ckpt"}),
         ("bad-name-map", "name_map", {"name_map": {"w": 3}}),
         ("out-of-range", "processes_num", {"processes_num": 0}),
+        ("wrong-type", "save_path", {"save_path": 3}),
     ],
 )
 def test_wrong_arguments_to_conversion_are_value_errors(

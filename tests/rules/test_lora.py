@@ -381,6 +381,7 @@ def test_a_store_travels(base: reshard.Checkpoint, lora: LoRA) -> None:
         ({"alpha_pattern": {"q_proj": float("nan")}}, ("bad-value", "alpha_pattern")),
         ({"lora_alpha": float("nan")}, ("bad-value", "lora_alpha")),
         ({"use_rslora": "yes"}, ("bad-value", "use_rslora", "'yes'")),
+        ({"rank_pattern": {"[z-a]": 8}}, ("bad-value", "rank_pattern")),
     ],
 )
 def test_configurations(

@@ -172,6 +172,7 @@ def test_words_that_go_round() -> None:
         (HEAD + "let: {config: 1}\nrules: [{a: x, b: y}]", ("bad-value", "$.let")),
         (HEAD + "let: {x: 1.5}\nrules: [{a: x, b: y}]", ("bad-value", "$.let")),
         (HEAD + "config: [1]\nrules: [{a: x, b: y}]", ("wrong-type", "configuration", "list")),
+        (HEAD + "note: 1\nrules: [{a: x, b: y}]", ("wrong-type", "$.note")),
     ],
 )
 def test_what_is_not_rules(tmp_path: Path, text: str, expected: tuple[str, ...]) -> None:
@@ -233,6 +234,9 @@ def test_files_that_are_not_read(tmp_path: Path, text: str, expected: tuple[str,
         ("{a: [x, y], b: {pad: u, to: 5}}", ("wrong-count", "2 parts")),
         ("{a: ['x{l}', 'y{l}'], b: {tie: u, by: l}}", ("conflicting-options", "ties")),
         ("{a: x, b: {rename: u, flat: true}}", ("missing-option", "flat", "name in `by`")),
+        ("{a: x, b: {rename: u, transposed: 1}}", ("wrong-type", ".b.transposed", "is 1")),
+        ("{a: [x, y], b: {concat: u, sizes: [1.5, 2]}}", ("bad-value", ".b.sizes", "1.5")),
+        ("{a: x, b: {interleave: u, halves: 2}}", ("missing-option", "groups")),
     ],
 )
 def test_a_rule_that_is_refused(tmp_path: Path, rule: str, expected: tuple[str, ...]) -> None:

@@ -204,6 +204,9 @@ def pad(**options: Any) -> dict[str, Any]:
             ("not-equal", "y.step", "'x.step'", "'z.step'"),
         ),
         ({"x": W, "z": W, "x.exp_avg": W}, CONCAT, ("missing-tensor", "y.exp_avg", "'z.exp_avg'", "x.exp_avg")),
+        ({"y": (11, 2)}, CONCAT, ("not-divisible", "11 rows", "2 equal")),
+        ({"y": (10, 2)}, pad(to=10), ("missing-size", "set `size`")),
+        ({"y": (12, 2)}, pad(size=10, to=16), ("row-mismatch", "12 rows", "says 16")),
     ],
 )
 def test_what_does_not_add_up(

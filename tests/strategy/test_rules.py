@@ -339,6 +339,10 @@ def test_every_compiled_pipeline_block_for_block(mindspore_data: Path, name: str
             ["out-of-range", "unknown-axis", "wrong-type"],
             ["rules has 5 faults"],
         ),
+        ({"rules": ["mp"]}, ["wrong-type"], ["$.rules is ['mp']"]),
+        ({"rules": {3: ()}}, ["bad-name"], ["$.rules has the key 3"]),
+        ({"optimizer_parallel_except": "embedding"}, ["wrong-type"], ["$.optimizer_parallel_except is 'embedding'"]),
+        ({"rules": {"embedding": "mp"}}, ["wrong-type"], ["$.rules['embedding'] is 'mp'"]),
     ],
 )
 def test_rules_that_are_none(call: dict[str, Any], codes: list[str], places: list[str]) -> None:

@@ -129,6 +129,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
             "duplicate-key",
             "w",
         ),
+        (json_top({"w": json_item()}, {"op": {"parallel_strategy": 1}}), "wrong-type", ".op.parallel_strategy is 1;"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

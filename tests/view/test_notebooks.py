@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("nbclient")
+nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
 ENDS = {
@@ -109,3 +109,18 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     kind, word = ENDS[name]
     last = [cell for cell in code_of(notebook) if cell.outputs][-1]
     assert word in "".join(words(output, kind) for output in last.outputs)
+
+
+def test_progress_is_a_bar_in_a_cell(tmp_path: Path) -> None:
+    code = f"""
+import numpy as np
+from safetensors.numpy import save_file
+import reshard
+save_file({{"w": np.arange(1000)}}, {str(tmp_path / "a.safetensors")!r})
+reshard.plan(reshard.open({str(tmp_path / "a.safetensors")!r})).run({str(tmp_path / "out")!r}, progress=True)
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    bar = outputs(notebook)[0]
+    assert '<progress value="1.000" max="1">' in bar["data"]["text/html"]
+    assert bar["data"]["text/plain"].startswith("written: 8.0 kB of 8.0 kB")
