@@ -218,6 +218,11 @@ def test_selection_options(case: Case, tmp_path: Path) -> None:
         assert found[name].compute().tobytes() == expected.tobytes()
 
 
+def test_weights_only(case: Case, tmp_path: Path) -> None:
+    done("transform", case.source, tmp_path / "a", *case.strategies, "--weights-only")
+    assert names_in(tmp_path / "a") == {f"net.layer{n}.{kind}" for n in (1, 2, 3) for kind in ("weight", "bias")}
+
+
 def test_names_from_a_file(case: Case, tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text(json.dumps({"net.*.weight": "model.*.w", "net.layer1.bias": "b"}))
     done(
