@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-HOMES = {"html": "view.html", "manifest_of": "core.verify.manifest_files", "picture": "view.html"}
+HOMES = {"html": "view.html", "manifest_of": "core.verify.manifest", "picture": "view.html"}
 
 
 def upward(name: str) -> Any:

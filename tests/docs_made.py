@@ -34,8 +34,8 @@ MOST_LETTERS = 70
 def commands_page() -> str:
     """Return the page of all commands: what `--help-all` prints, without the options of a conversion."""
     head = (
-        "# Commands\n\nMade by `python tests/docs_made.py` from the help of the program. Options that `convert` has, too, are "
-        "named after\nthe others; [options of a conversion](options.md) explains them.\n"
+        "# Commands\n\nMade by `python tests/docs_made.py` from the help of the program. Options that `convert` has, "
+        "too, are named after\nthe others; [options of a conversion](options.md) explains them.\n"
     )
     parts = [head]
     shared = {record[0]: record for _, record in _records(_command("convert"), ("convert",))}
@@ -55,9 +55,9 @@ def options_page() -> str:
     for param, record in _records(_command("convert"), ("convert",)):
         groups.setdefault(param.under, []).append(record)
     head = (
-        "# Options of a conversion\n\nMade by `python tests/docs_made.py`. `reshard convert` has all of them; `plan` and "
-        "`average` have those of\nSource, Target and Tensors, `run` those of Running, and `verify` and `diff` those by which "
-        "a checkpoint is opened.\n"
+        "# Options of a conversion\n\nMade by `python tests/docs_made.py`. `reshard convert` has all of them; `plan` "
+        "and `average` have those of\nSource, Target and Tensors, `run` those of Running, and `verify` and `diff` "
+        "those by which a checkpoint is opened.\n"
     )
     parts = [head]
     for heading, rows in groups.items():

@@ -128,15 +128,15 @@ NAMING = {
     "__init__": "the classes of options that are public",
     "api.checkpoints": "`Checkpoint.to_zarr`, as xarray has it",
     "api.demos.examples": "the demo converts between formats",
-    "cli.write": "`--via-zarr`",
+    "cli.commands": "what words of old are now",
     "core.storage.urls.hub": "the package of a service that is called like a format",
 }
 """The modules outside of the folders that name a format, and why."""
 
 OF_FORMATS = {
     ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("cli.groups.strategy", "ranks"), ("cli.main", "ranks"),
-    ("cli.write", "zarr"), ("core.plan.make", "ranks"), ("core.plan.make", "sets"), ("core.run.state.beside", "ranks"),
-    ("core.verify.manifest_files", "ranks"), ("core.verify.verify", "ranks"), ("formats.catalog", "ranks"),
+    ("core.plan.make", "ranks"), ("core.plan.make", "sets"), ("core.run.state.beside", "ranks"),
+    ("core.verify.manifest", "ranks"), ("core.verify.verify", "ranks"), ("formats.catalog", "ranks"),
     ("formats.made", "ranks"), ("formats.open", "ranks"),
     ("formats.reopen", "ranks"), ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),
     ("mindspore.unified", "sets"),

@@ -223,7 +223,7 @@ _OPENING = (
 
 source_strategy_option = _source(
     "--source-strategy", in_short_help=True, type=STRATEGY_PLACE, metavar="STRATEGY",
-    help="Strategy file of the source, or a directory of them. Not needed for what reshard wrote, or copies of it.",
+    help="Strategy file of SOURCE, or a directory of them. Not needed for what reshard wrote, or copies of it.",
 )  # fmt: skip
 target_strategy_option = _target(
     "--target-strategy", in_short_help=True, type=STRATEGY_PLACE, metavar="STRATEGY",
@@ -327,7 +327,7 @@ target_options = record(
     target_strategy_option,
     _target(
         "--to", in_short_help=True, type=ToType(), metavar="FORMAT",
-        help=f"{_named(targets())}, or one of a package; `reshard formats` says what they are, and which options they "
+        help=f"{_named(targets())}, or one of a package: see `reshard formats`. "
         "take.  [default: as TARGET is named, else as SOURCE]",
     ),
     *_OF_FORMATS,

@@ -56,6 +56,7 @@ OPTIONS = Words(
         "let": ("--let {}=N",),
         "lora_alpha": ("--lora-alpha N",),
         "lora_tied": ("reshard.LoRA(DIR, tied={!r}) in Python",),
+        "no_server_copy": ("--tune server-copy=no",),
         "model_config": ("--model-config config.json",),
         "rules": ("--rules NAME, of reshard rules list",),
         "source": ("--source DIRECTORY",),

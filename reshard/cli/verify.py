@@ -325,8 +325,7 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
     """Make a manifest, and write it."""
     from reshard.core.storage.places import as_place
     from reshard.core.storage.small import refuse_existing, refuse_inputs
-    from reshard.core.verify.manifest import write_manifest
-    from reshard.core.verify.manifest_files import make_manifest
+    from reshard.core.verify.manifest import make_manifest, write_manifest
     from reshard.core.verify.sides import options_of
     from reshard.formats.open import files_read, read_headers
     from reshard.view.text import count_text

@@ -117,7 +117,7 @@ Examples:
     type=click.IntRange(min=2),
     metavar="N",
     help="Average the N newest checkpoints of the run whose directory SOURCE is. The newest of them is the one that "
-    "the run names as its last, or --iteration.",
+    "the run names as its last, or --step.",
 )
 @option(
     "--schedule",

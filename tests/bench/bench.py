@@ -32,14 +32,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from checkpoints import plan_with
 
 from reshard.formats.dcp.names import DCP
 from reshard.formats.sets.options import HuggingFaceSet
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from checkpoints import blocks_of, places
+from checkpoints import blocks_of, places, plan_with
 from measure import RESHARD, Measured, measured
 from peers import PEAK, TORCH, against_peers, told, torch_table
 

@@ -327,14 +327,3 @@ def test_make_says_that_optimizer_parallel_cut_nothing(tmp_path: Path, threshold
     assert ("warning: optimizer_parallel" in result.stderr) == is_warned
     made = json.loads((tmp_path / "s.json").read_text())["parallel_layout_item"]["w"]
     assert bool(made["opt_weight_shard_size"]) != is_warned
-
-
-def test_check_tells_of_shapes_and_optimizer_states(real: Path, tmp_path: Path) -> None:
-    opened = reshard.open(real / "tut_src8" / "ckpt", strategy=real / "tut_src8" / "strategy_0.ckpt")
-    shapes = {name: t.spec.shape for name, t in opened.tensors.items() if t.listed}
-    weights = {name: shape for name, shape in shapes.items() if not name.startswith("moments")}
-    warnings = check(Strategy.from_rules({**weights, "adam_m.net.layer1.bias": (32,)}, {"dp": 2}, {}), opened._record)
-    assert warnings[0] == "optimizer state 'adam_m.net.layer1.bias' is in the strategy, not in the files"
-    assert "tensor 'moments.net.layer1.bias' is in the files, not in the strategy" in warnings
-    with refused(reshard.ReshardError, "wrong-shape", "'net.layer1.bias'", "[32]", "[64]"):
-        check(Strategy.from_rules({**shapes, "net.layer1.bias": (64,)}, {"dp": 2}, {}), opened._record)

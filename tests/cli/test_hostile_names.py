@@ -33,9 +33,6 @@ inspect src --source-strategy lacking.ckpt
 strategy show rows.ckpt
 strategy diff rows.ckpt columns.ckpt
 strategy diff rows.ckpt lacking.ckpt
-strategy check rows.ckpt src
-strategy check lacking.ckpt src
-strategy check odd.ckpt src
 strategy make cut.yaml --like whole.safetensors -o made.ckpt
 strategy make uncuttable.yaml --like whole.safetensors -o more.ckpt
 rules check fuse.yaml parts.safetensors

@@ -37,6 +37,13 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+def cut(whole: Path, out: Path | str) -> list[str | Path]:
+    """The command that writes the four ranks of `ROWS`."""
+    rows = whole.with_name("rows.ckpt")
+    reshard.write_strategy(ROWS, rows)
+    return ["convert", whole, out, "--target-strategy", rows]
+
+
 # --- sets ---
 
 
@@ -97,9 +104,9 @@ def another(out: Path | str, *command: str | Path, place: str) -> None:
 
 
 def test_a_directory_of_its_own_has_nothing_beside(whole: Path, out: Path, tmp_path: Path) -> None:
-    assert told("convert", whole, out) == []
+    assert told(*cut(whole, out)) == []
     assert told("convert", "--to=mindspore", whole, tmp_path / "set") == []
-    done("convert", whole, out)
+    done(*cut(whole, out))
     assert told("convert", "--to=mindspore", whole, tmp_path / "set", "--overwrite") == []
     write_ranks(tmp_path / "ranks", FULL, ROWS)
     assert told("convert", tmp_path / "ranks", tmp_path / "converted", "--to", "ckpt") == []
@@ -113,7 +120,7 @@ def test_a_directory_of_its_own_has_nothing_beside(whole: Path, out: Path, tmp_p
 )  # fmt: skip
 def test_rank_files_beside_files_of_another_format_or_checkpoint(whole: Path, out: Path, other: str) -> None:
     write_file(out / other, FULL, "ckpt" if other.endswith("ckpt") else "safetensors")
-    another(out, "convert", whole, out, place=other)
+    another(out, *cut(whole, out), place=other)
     with refused(TargetError, "other-checkpoint", other):
         reshard.convert(whole, out, target_strategy=ROWS)
 
@@ -121,7 +128,7 @@ def test_rank_files_beside_files_of_another_format_or_checkpoint(whole: Path, ou
 def test_rank_files_in_the_directory_of_a_run(whole: Path, out: Path) -> None:
     """Readers take the iteration: also `verify`, which would say nothing of what is written now."""
     done("convert", whole, out, "--to", "checkpoint2", "--target-step", "6")
-    another(out, "convert", whole, out, place="iteration_00000006")
+    another(out, *cut(whole, out), place="iteration_00000006")
     again = done("convert", whole, out, "--to", "checkpoint2", "--target-step", "7").stderr
     assert "another checkpoint" not in again
 
@@ -130,26 +137,26 @@ def test_rank_files_in_the_directory_of_a_run(whole: Path, out: Path) -> None:
 def test_a_set_beside_rank_files_and_rank_files_beside_a_set(
     whole: Path, out: Path, tmp_path: Path, style: str
 ) -> None:
-    done("convert", whole, out)
+    done(*cut(whole, out))
     another(out, "convert", whole, out, "--to", style, place="rank_0/checkpoint_0.safetensors")
     done("convert", whole, out, "--to", style, "--overwrite")
     assert not (out / "rank_0").exists()
     shutil.rmtree(out)
     done("convert", whole, out, "--to", style)
     index = next(out.glob("*.json")).name
-    failed(6, "other-checkpoint", "convert", whole, out, places=(index,))
-    assert json.loads(done("convert", whole, tmp_path / "alone", "--json").stdout)["verify"]
+    failed(6, "other-checkpoint", *cut(whole, out), places=(index,))
+    assert json.loads(done(*cut(whole, tmp_path / "alone"), "--json").stdout)["verify"]
 
 
 def test_rank_files_in_a_zarr_store(whole: Path, out: Path) -> None:
     done("convert", whole, out, "--to", "zarr")
-    another(out, "convert", whole, out, place="a zarr store")
+    another(out, *cut(whole, out), place="a zarr store")
 
 
 def test_files_in_a_bucket_are_seen(whole: Path) -> None:
     fs, place = url_to_fs("memory://beside-ranks")
     fs.pipe(f"{place}/rank_0/checkpoint_0.ckpt", b"theirs")
-    another("memory://beside-ranks", "convert", whole, "memory://beside-ranks", place="rank_0/checkpoint_0.ckpt")
+    another("memory://beside-ranks", *cut(whole, "memory://beside-ranks"), place="rank_0/checkpoint_0.ckpt")
 
 
 def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
@@ -165,10 +172,10 @@ def test_other_ranks_and_parts_of_the_same_target_are_no_other_checkpoint(
     for path in out.glob("rank_[01]"):
         shutil.rmtree(path)
     assert told("convert", whole, out, "--target-strategy", tmp_path / "rows.ckpt", "--ranks", "0-1") == []
-    done("convert", whole, tmp_path / "one")
-    shutil.copytree(ranks / "rank_3", tmp_path / "one" / "rank_3")
-    (notice,) = told("convert", whole, tmp_path / "one")
-    assert "rank_3/checkpoint_3.safetensors, of ranks that are not this target's" in notice
+    done(*cut(whole, tmp_path / "one"))
+    write_file(tmp_path / "one" / "rank_4" / "checkpoint_4.safetensors", FULL)
+    (notice,) = told(*cut(whole, tmp_path / "one"))
+    assert "rank_4/checkpoint_4.safetensors, of ranks that are not this target's" in notice
     write_ranks(tmp_path / "eight", FULL, Strategy.of(dict.fromkeys(SHAPES, Layout.of([4, 2], [0, -1]))))
     for rank in range(4):
         shutil.rmtree(tmp_path / "eight" / f"rank_{rank}")

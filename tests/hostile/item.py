@@ -28,7 +28,6 @@ FILE = (
     "convert {bad} {out}/a.ckpt --to ckpt",
     "convert {set} {out} --to safetensors",
     "strategy make {rules} --like {bad} -o {out}",
-    "strategy check {strategy} {bad}",
     "verify {bad}",
     "verify {file} --against {bad}",
     ".open {bad}",

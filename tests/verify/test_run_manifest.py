@@ -20,7 +20,7 @@ from stopped_runs import small_tasks, stopped  # noqa: F401 -- a fixture that is
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.records.logs import known
-from reshard.core.verify import manifest_files
+from reshard.core.verify import manifest
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """File and tensor of every block that is read for its sum, `str` entries apart."""
     found: list[tuple[str, str]] = []
-    original = manifest_files.sum_contents
+    original = manifest.sum_contents
 
     def sum_contents(wanted: Any, **options: Any) -> Any:
         wanted = list(wanted)
         found.extend((path.rpartition("/")[2], name) for name, path, _ in wanted if isinstance(name, str))
         return original(wanted, **options)
 
-    monkeypatch.setattr(manifest_files, "sum_contents", sum_contents)
+    monkeypatch.setattr(manifest, "sum_contents", sum_contents)
     return found
 
 

@@ -12,29 +12,55 @@ with paths below the directory, and the CRC-32C of the contents of each tensor i
 of the UTF-8 bytes of a `str` entry. The `crc32c` of the file covers all its bytes outside of tensor contents, from
 first to last: the header with all notes, `str` entries as they are stored, padding and trailers; so every bit of a file
 has a checksum. A file without tensors (the index of a set) has only this one.
+
+A manifest is made from files, or from a run. The contents of files that a run wrote are known from their layouts, the
+checksums of tensors from its receipts, and the remaining bytes from the plan: the literals of a layout in order. A
+block is read again only if receipts do not cover it (because it was written twice around a crash, or by a run without
+checksums).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from reshard.arguments import checked
-from reshard.core.layout.block import LONGEST_NAME
+from reshard.core.format import marked
+from reshard.core.layout.block import LONGEST_NAME, shape_text
+from reshard.core.listing import RANK_PATTERN
+from reshard.core.model.digests import gaps
+from reshard.core.model.entries import FileIndex
 from reshard.core.records.schema import FormatError, Kind, read
-from reshard.core.storage.places import as_place
-from reshard.core.storage.small import parse_json, read_small, refuse_existing, write_whole
-from reshard.dtypes import BY_NAME, DType
-from reshard.errors import Faults, SourceError, names
+from reshard.core.storage.base import truncated_text
+from reshard.core.storage.crc import crc32c
+from reshard.core.storage.places import as_place, workers_at
+from reshard.core.storage.small import parse_json, read_small, refuse_existing, refuse_inputs, write_whole
+from reshard.core.storage.threads import map_ordered
+from reshard.core.verify.difference import Difference
+from reshard.core.verify.sums import progress_callback, sum_contents, thread_count
+from reshard.core.verify.verification import Comparison, Counts, Verification
+from reshard.dtypes import BY_NAME, STR, DType
+from reshard.errors import EncryptedError, Faults, SourceError, UsageError, names
+from reshard.formats.open import read_headers
+from reshard.formats.ranks.directories import leftovers
+from reshard.formats.ranks.names import EXTENSIONS
+from reshard.kits.files import index_file
+from reshard.kits.indexes import set_indexes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
-    from reshard.core.storage.places import AnyName
+    from reshard.core.model.checkpoint import SourceFile
+    from reshard.core.model.entries import Entry, FileLayout, Runs
+    from reshard.core.run.settings import Progress, Report
+    from reshard.core.storage.places import AnyName, Place
+    from reshard.core.target import TargetFile
+    from reshard.core.verify.sums import OnProgress
 
 VERSION = 2
 
@@ -113,8 +139,6 @@ class Manifest:
     @staticmethod
     def make(target: AnyName, **options: Any) -> Manifest:
         """Read the files of a checkpoint, and return their manifest; see `make_manifest`."""
-        from reshard.core.verify.manifest_files import make_manifest  # above this module
-
         return make_manifest(target, **options)
 
     @staticmethod
@@ -296,3 +320,284 @@ def _check_paths(paths: Iterable[str], faults: Faults) -> None:
         if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name or not path.isprintable():
             fault = "is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"
             faults.add(f"path {path!r:.200}", fault, code="outside-directory")
+
+
+@checked
+def make_manifest(
+    target: AnyName,
+    *,
+    rank_pattern: str = RANK_PATTERN,
+    suffix: str | None = None,
+    threads: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Manifest:
+    """Read the files of a checkpoint, and return their manifest.
+
+    Args:
+        target: as for `reshard.open`; paths in the manifest are relative to it, or to its parent if it is a file.
+        rank_pattern: as for `reshard.open`.
+        suffix: as for `reshard.open`.
+        threads: number of threads; by default one for each available processor, at most 4.
+        progress: called with the bytes read (as `written`) and the bytes to be read.
+
+    Raises:
+        SourceError: a file cannot be read, or is corrupt.
+        UsageError: the target is a zarr store, or encrypted.
+
+    >>> manifest = reshard.Manifest.make("src_checkpoints")
+    >>> len(manifest.files), min(manifest.files)
+    (8, 'rank_0/checkpoint_0.ckpt')
+    """
+    on_progress = progress_callback(progress, time.perf_counter())
+    try:
+        files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
+    except EncryptedError:
+        raise UsageError(
+            f"{target} is encrypted, and a manifest is of files that are not",
+            code="encrypted",
+            hint="compare it with its source",
+        ) from None
+    if store := marked(as_place(target).names()):
+        raise UsageError(
+            f"{target} is {store.called}, and a manifest is of checkpoint files",
+            code="no-manifest",
+            hint="compare it with its source",
+        )
+    path = as_place(target)
+    root = path if path.is_dir() else path.parent
+    indexes = set_indexes(root.names()) if root == path else []
+    return sum_files(root, files, indexes, threads=thread_count(threads), progress=on_progress)
+
+
+def sum_files(
+    root: Place,
+    files: Sequence[SourceFile],
+    others: Sequence[str],
+    *,
+    threads: int,
+    progress: OnProgress,
+) -> Manifest:
+    """Read files, and return their manifest.
+
+    Args:
+        root: the directory to which the paths of the manifest are relative.
+        files: the checkpoint files below it.
+        others: paths below it of files that are not checkpoints, such as the index of a set.
+        threads: number of reading threads.
+        progress: called with the bytes read and the bytes to be read.
+
+    Raises:
+        SourceError: a file cannot be read, or is shorter than its header says.
+    """
+    top = root.absolute()
+    paths = {file.path: as_place(file.path).relative_to(str(top)).as_posix() for file in files}
+    contents = {paths[file.path]: (file.index.entries, gaps(file.index, file.nbytes)) for file in files}
+    sizes = {paths[file.path]: file.nbytes for file in files}
+    for name in others:
+        sizes[name] = (top / name).status().nbytes
+        contents[name] = {}, ((0, sizes[name]),)
+    sums, _ = _sums(top, contents, threads, progress)
+    tensors = {
+        path: {name: (entry.dtype, shape_of(entry), sums[path, name]) for name, entry in entries.items()}
+        for path, (entries, _) in contents.items()
+    }
+    return Manifest.of(tensors, sizes, {path: sums[path, None] for path in contents})
+
+
+def verify_files(
+    target: Place, manifest: Manifest | AnyName, *, partial: bool, threads: int, progress: OnProgress
+) -> Verification:
+    """Compare files with a manifest.
+
+    Args:
+        target: their directory, or a file in it.
+        manifest: the manifest, or its path.
+        partial: files may be missing.
+        threads: number of reading threads.
+        progress: called with the bytes read and the bytes to be read.
+    """
+    expected = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
+    target.refresh()
+    root = target if target.is_dir() else target.parent
+    warnings = leftovers(target)
+    in_directory = [path for path in root.files() if path.suffix in EXTENSIONS] if root == target else []
+    unlisted = sorted({path.relative_to(str(root)).as_posix() for path in in_directory} - set(expected.files))
+    warnings += [f"{names(unlisted, most=3)}: not in the manifest, and not checked"] if unlisted else []
+    top = root.real()
+    differences: list[Difference] = []
+    files: list[FileSums] = []
+    contents: dict[str, tuple[Mapping[str, Entry], Runs | None]] = {}
+    places = [top / path for path in expected.files]
+    indexes = map_ordered(lambda path: _look(top, path, expected), places, workers_at(places))
+    for (path, file), index in zip(expected.files.items(), indexes, strict=True):
+        if index is None and partial:
+            continue
+        files.append(file)
+        if index is None:
+            differences.append(Difference("file", "is not there", path=path))
+        elif isinstance(index, Difference):
+            differences.append(index)
+        else:
+            entries, faults = _entries(path, index, file)
+            differences += faults
+            # With faults, the header is known to differ: there is no need to sum it.
+            contents[path] = entries, None if faults else gaps(index, file.nbytes)
+    sums, read = _sums(top, contents, threads, progress)
+    for (path, name), value in sums.items():
+        file = expected.files[path]
+        expected_sum = file.crc32c if name is None else file.tensors[name].crc32c
+        if value != expected_sum:
+            subject = "the header, or what else is not contents, " if name is None and file.tensors else ""
+            text = f"{subject}has the CRC-32C {value:08x}; expected {expected_sum:08x}"
+            differences.append(Difference("checksum", text, name, path=path))
+    if len(files) < len(expected.files):
+        absent = len(expected.files) - len(files)
+        warnings.append(f"{absent} of the {len(expected.files)} files of the manifest are not here")
+    tensors = [name for file in files for name in file.tensors]
+    return Verification(
+        str(target),
+        counts=Counts(len(files), len(set(tensors)), len(tensors), read, read),
+        compared=Comparison("a manifest" if isinstance(manifest, Manifest) else str(manifest)),
+        differences=tuple(differences),
+        warnings=tuple(warnings),
+    )
+
+
+def _look(top: Place, file_path: Place, manifest: Manifest) -> FileIndex | Difference | None:
+    """Return the index of a file, or a fault of the file; None if it is missing."""
+    if not file_path.is_there():
+        return None
+    path = file_path.relative_to(str(top)).as_posix()
+    file = manifest.files[path]
+    if not file_path.real().is_relative_to(str(top)):
+        return Difference("file", "leads out of the directory, and is not followed", path=path)
+    if not file_path.is_file():
+        return Difference("file", "is not a regular file", path=path)
+    try:
+        if (nbytes := file_path.status().nbytes) != file.nbytes:
+            fault = f"has {nbytes} bytes; expected {file.nbytes}"
+            fault = truncated_text(nbytes, file.nbytes) if nbytes < file.nbytes else fault
+            return Difference("size", fault, path=path)
+        return index_file(str(file_path)) if file.tensors else FileIndex("", {})
+    except SourceError as error:
+        return Difference("file", f"cannot be read: {error.message}", path=path)
+
+
+def _entries(path: str, index: FileIndex, file: FileSums) -> tuple[dict[str, Entry], list[Difference]]:
+    """Return the tensors that match the manifest, and the differences of others."""
+    matching: dict[str, Entry] = {}
+    differences: list[Difference] = []
+    for name, part in file.tensors.items():
+        entry = index.entries.get(name)
+        if entry is None:
+            differences.append(Difference("missing", "is not in the file", name=name, path=path))
+        elif (entry.dtype, shape_of(entry)) != part[:2]:
+            fault = f"is {entry.dtype} {shape_text(shape_of(entry))}; expected {part.dtype} {shape_text(part.shape)}"
+            kind: Kind = "dtype" if entry.dtype is not part.dtype else "shape"
+            differences.append(Difference(kind, fault, name=name, path=path))
+        else:
+            matching[name] = entry
+    differences += [
+        Difference("extra", "is in the file, not in the manifest", name=name, path=path)
+        for name in index.entries
+        if name not in file.tensors
+    ]
+    return matching, differences
+
+
+def shape_of(entry: Entry) -> tuple[int, ...]:
+    """Return the shape of an entry; () for text, on which formats disagree."""
+    return () if entry.dtype is STR else entry.shape
+
+
+def _sums(
+    top: Place,
+    contents: Mapping[str, tuple[Mapping[str, Entry], Runs | None]],
+    threads: int,
+    progress: OnProgress,
+) -> tuple[dict[tuple[str, str | None], int], int]:
+    """Return checksums by path and tensor (None: rest of the file), and bytes read."""
+    sums: dict[tuple[str, str | None], int] = {}
+    to_sum: list[tuple[tuple[str, str | None], str, Runs]] = []
+    for path, (entries, rest) in contents.items():
+        file_path = str(top / path)
+        if rest is not None:
+            to_sum.append(((path, None), file_path, rest))
+        for name, entry in entries.items():
+            if entry.text is None:
+                to_sum.append(((path, name), file_path, entry.runs))
+            else:
+                sums[path, name] = crc32c(entry.text.encode())
+    computed, read = sum_contents(to_sum, threads=threads, on_progress=progress)
+    return sums | computed, read
+
+
+def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool = False) -> Manifest | int:
+    """Return the manifest of a run; with a path, write it and return its length.
+
+    It is written file by file; its length is the number of checksums.
+
+    Raises:
+        UsageError: there are no checksums: the run had them or the ledger disabled, wrote a zarr store, or encoded the
+            files.
+        SourceError: a block without a checksum cannot be read.
+        TargetError: the manifest exists, cannot be written, or is a target file or a source file.
+    """
+    from reshard.core.run.state.sums import Checksums  # lazy import: verification needs no modules of a run
+
+    sums = report.checksums
+    if not isinstance(sums, Checksums):
+        raise UsageError(
+            f"the run into {report.directory} made no checksums for a manifest",
+            code="no-checksums",
+            hint="run with checksums=True and a ledger, or read the files with reshard.Manifest.make",
+        )
+    items = sums_of_files(sums.root, sums.files, sums)
+    if path is None:
+        return Manifest(dict(items))
+    advice = "choose another name for the manifest"
+    refuse_inputs([path], sums.sources, "one of the source files", advice)
+    refuse_inputs([path], [f"{sums.root}/{file}" for file in report.files], "one of the target files", advice)
+    return write_manifest(items, path, overwrite=overwrite)
+
+
+def sums_of_files(
+    root: str, files: Iterable[TargetFile], sums: Mapping[str, Mapping[str, int]]
+) -> Iterator[tuple[str, FileSums]]:
+    """Yield the manifest items of files that a run wrote, sorted by path.
+
+    Files are handled one by one to save memory.
+
+    Args:
+        root: the directory of the files.
+        files: the files of a plan.
+        sums: by file path: the known CRC-32C sums of the contents of its tensors.
+
+    Raises:
+        SourceError: a block without a checksum cannot be read.
+    """
+    literal_sums: dict[FileLayout, int] = {}  # sums of the literals of a layout
+    for file in sorted(files, key=lambda file: file.path):
+        layout = file.layout
+        if layout not in literal_sums:
+            literal_sums[layout] = crc32c(b"".join(content for _, content in sorted(layout.literals)))
+        known_sums = sums[file.path]
+        unknown = [
+            (content.name, f"{root}/{file.path}", content.runs)
+            for content in layout.contents
+            if content.text is None and content.name not in known_sums
+        ]
+        read, _ = sum_contents(unknown, threads=thread_count(None)) if unknown else ({}, 0)
+        parts = {
+            content.name: PartSum(
+                content.dtype,
+                content.shape,
+                crc32c(content.text.encode())
+                if content.text is not None
+                else read[content.name]
+                if content.name in read
+                else known_sums[content.name],
+            )
+            for content in layout.contents
+        }
+        yield file.path, FileSums(layout.size, literal_sums[layout], parts)
