@@ -192,7 +192,7 @@ def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> 
     theirs = arguments_of(ms, ["transform_checkpoints", "load_distributed_checkpoint"])
     assert own
     for form, name in zip(own, beyond, strict=True):
-        assert name.split("=")[0] in (opening if form != name else theirs)
+        assert name.split("=")[0] in (opening if form != name else theirs), form
 
 
 def test_no_hint_tells_to_remove_a_file_first() -> None:

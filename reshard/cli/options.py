@@ -327,8 +327,8 @@ target_options = record(
     target_strategy_option,
     _target(
         "--to", in_short_help=True, type=ToType(), metavar="FORMAT",
-        help=f"{_named(targets())}, or one of a package: see `reshard formats`. "
-        "take.  [default: as TARGET is named, else as SOURCE]",
+        help=f"{_named(targets())}, or one of a package: see `reshard formats`.  "
+        "[default: as TARGET is named, else as SOURCE]",
     ),
     *_OF_FORMATS,
     _of_formats(

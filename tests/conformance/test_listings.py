@@ -76,7 +76,7 @@ def convert(path: Path, to: str) -> None:
             layout = reshard.Layout.of([2], [0, -1])
             options = {"to": "safetensors", "target_strategy": reshard.Strategy.of(dict.fromkeys("ab", layout))}
         elif to == "checkpoint2":
-            options["step"] = 5
+            options["target_step"] = 5
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the step alone, Checkpoint 2.0 has nothing else to say
             reshard.convert(Path(directory) / "model.safetensors", path, **options)

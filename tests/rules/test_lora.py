@@ -309,17 +309,17 @@ def test_commands(tmp_path: Path, base: reshard.Checkpoint, lora: LoRA) -> None:
     assert f"\n  changed: {merged_text}\n" in done("plan", base.root, "--lora", lora.root).output
     assert (
         f"\n  changed: {merged_text}\n"
-        in done("convert", base.root, out, "--lora", lora.root, "--tune=fsync=no").output
+        in done("convert", base.root, out, "--to", "dcp", "--lora", lora.root, "--tune=fsync=no").output
     )
-    assert_rank_files(out, written(EXPECTED), None)
+    assert_arrays(reshard.open(out), EXPECTED)
     for options in ([], ["--against", base.root], ["--against", base.root, "--lora", lora.root]):
         assert (
             f" = {base.root} after changes ({merged_text}); every bit of 5 tensors\n"
             in done("verify", out, *options).output
         )
-    done("plan", base.root, "--lora", lora.root, "--lora-alpha", "8", "-o", plan)
+    done("plan", base.root, "--to", "hf", "--lora", lora.root, "--lora-alpha", "8", "-o", plan)
     done("run", plan, tmp_path / "ran", "--tune=fsync=no")
-    assert_rank_files(tmp_path / "ran", written(merged(weights(), matrices(weights()), 8 / RANK)), None)
+    assert_arrays(reshard.open(tmp_path / "ran"), merged(weights(), matrices(weights()), 8 / RANK))
     done("convert", base.root, tmp_path / "set", "--to", "hf", "--lora", lora.root, "--tune=fsync=no")
     assert_arrays(reshard.open(tmp_path / "set"), EXPECTED)
     failed(
@@ -338,12 +338,15 @@ def test_alpha_is_never_guessed(tmp_path: Path, base: reshard.Checkpoint) -> Non
     lora = save(tmp_path / "lora", matrices(weights()), lora_alpha=...)
     with refused(SourceError, "missing-alpha", "lora_alpha", "alpha=... to reshard.LoRA"):
         base.merge_lora(lora)
-    command = ("convert", base.root, tmp_path / "out", "--lora", lora.root, "--dry-run")
+    command = ("convert", base.root, tmp_path / "out", "--to", "hf", "--lora", lora.root, "--dry-run")
     failed(4, "missing-alpha", *command, places=("lora_alpha", "--lora-alpha"))
     for bad in (float("nan"), float("inf"), 1e300, 10**400, "16", True):
         with refused(UsageError, "bad-value", "alpha"):
             LoRA(lora.root, bad)  # type: ignore[arg-type]
-    assert call("convert", base.root, tmp_path / "out", "--lora", lora.root, "--lora-alpha", "nan").exit_code == 2
+    assert (
+        call("convert", base.root, tmp_path / "out", "--to", "hf", "--lora", lora.root, "--lora-alpha", "nan").exit_code
+        == 2
+    )
 
 
 def travelled(what: Any) -> Any:

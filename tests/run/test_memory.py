@@ -74,16 +74,15 @@ class Sources:
                 reshard.write_strategy(strategy, root / f"{kind}.{name}.ckpt")
 
     def command(self, source: str, target: str | None, *options: str) -> Measured:
-        """Run `reshard transform`, or another where the options begin with its name; remove what it wrote."""
-        command, *options = options if options and not options[0].startswith("-") else ("convert", *options)
+        """Run `reshard convert`; remove what it wrote."""
         out = self.root / "out"
         given = [str(self.root / source), str(out), "--tune=fsync=no", "--json"]
-        if command != "convert":
+        if "--same-ranks" not in options:
             given += ["--source-strategy", str(self.root / f"{source}.rows.ckpt")]
         if target:
             given += ["--target-strategy", str(self.root / f"{source}.{target}.ckpt")]
         try:
-            return measured(*RESHARD, command, *given, *options)
+            return measured(*RESHARD, "convert", *given, *options)
         finally:
             shutil.rmtree(out, ignore_errors=True)
 
@@ -106,12 +105,12 @@ RUNS = {
     "columns and cast": ("large", "columns", "--threads", "4", *CAST),
     "optimizer": ("large", "optimizer", "--threads", "4"),
     "ckpt to safetensors": ("ckpt", "four", "--threads", "4", "--to", "safetensors"),
-    "unify": ("large", None, "convert", "--to=mindspore", "--threads", "4"),
-    "convert": ("large", None, "convert", "--to", "ckpt", "--threads", "4"),
+    "whole tensors": ("large", None, "--to=mindspore", "--threads", "4"),
+    "convert": ("large", None, "--same-ranks", "--to", "ckpt", "--threads", "4"),
     "remove redundancy": ("large", "replicas", "--threads", "4", "--remove-redundancy"),
     "drop cache": ("large", "columns", "--threads", "4", "--tune=drop-cache=yes"),
     "5,000 tensors by columns": ("small", "columns", "--threads", "1"),
-    "5,000 tensors converted": ("small", None, "convert", "--to", "ckpt"),
+    "5,000 tensors converted": ("small", None, "--same-ranks", "--to", "ckpt"),
     "5,000 tensors to a DCP": ("small", "columns", "--to", "dcp", "--threads", "1"),
 }
 

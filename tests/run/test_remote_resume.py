@@ -132,7 +132,12 @@ def test_a_command_that_is_stopped_may_be_typed_again(bucket: str, tmp_path: Pat
     write_ranks(tmp_path / "src", FULL, ROWS)
     reshard.write_strategy(ROWS, tmp_path / "rows.ckpt")
     reshard.write_strategy(COLUMNS, tmp_path / "columns.ckpt")
-    options = [f"--source-strategy={tmp_path}/rows.ckpt", f"--target-strategy={tmp_path}/columns.ckpt", "--threads=1"]
+    options = [
+        f"--source-strategy={tmp_path}/rows.ckpt",
+        f"--target-strategy={tmp_path}/columns.ckpt",
+        "--threads=1",
+        "--to=safetensors",
+    ]
     command = ["convert", f"{tmp_path}/src", f"{bucket}/out", *options]
     stopped = subprocess.run(
         [sys.executable, "-c", IMPORTED + _KILLED, str(int(number)), "4", *command],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 import pytest
-from checkpoints import assert_rank_files, numbers, tree, write_file, write_ranks
+from checkpoints import assert_rank_files, numbers, plan_with, tree, write_file, write_ranks
 from commands import call, done, heed_signals
 from faulty import IMPORTED
 from generators import Model, models
@@ -195,10 +195,10 @@ def test_progress_begins_at_what_an_earlier_run_wrote(source: reshard.Checkpoint
 
 
 KINDS: list[dict[str, Any]] = [
-    {"files": MindSporeSet(2000), "format": "safetensors"},
-    {"files": HuggingFaceSet(2000), "format": "safetensors"},
-    {"format": "ckpt"},
-    {"selection": reshard.Selection(cast={"float32": "bfloat16"})},
+    {"files": MindSporeSet(2000)},
+    {"files": HuggingFaceSet(2000)},
+    {"to": "ckpt"},
+    {"cast": {"float32": "bfloat16"}},
     {"remove_redundancy": True},
 ]
 HOW = [{"drop_cache": True}, {"fsync": False}, {"fsync": False, "checksums": True}]
@@ -210,7 +210,8 @@ def test_every_kind_of_target_is_gone_on_with(
 ) -> None:
     replicated = Strategy.of({name: Layout.of([2, 2], [0] + [-1] * (a.ndim - 1)) for name, a in FULL.items()})
     target = None if "files" in options else replicated
-    plan = reshard.plan(source, target, **options)
+    make = plan_with if "files" in options else reshard.plan
+    plan = make(source, target, **options)
     plan.run(tmp_path / "undisturbed")
     stopped(plan, tmp_path / "out", **how)
     report = plan.run(tmp_path / "out", **how)
@@ -272,7 +273,7 @@ def test_a_stopped_run_says_how_far_it_is(
     ended = subprocess.run(
         [
             sys.executable, "-c", IMPORTED + _SIGNALLED,
-            str(number), operation, str(at), *map(str, command), "--threads", "1",
+            str(number), operation, str(at), *map(str, command), "--threads", "1", "--to", "safetensors",
         ],
         check=False, capture_output=True, text=True, preexec_fn=heed_signals,
     )  # fmt: skip

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 import pytest
-from checkpoints import assert_rank_files, tree
+from checkpoints import assert_rank_files, plan_with, tree
 from refusals import refused
 from stopped_runs import FULL, TARGET, Written, small_tasks, source, stopped, times, written
 
 import reshard
-from reshard import plan
 from reshard.core.plan.plan import file_digests
 from reshard.core.run import tasks
 from reshard.core.storage.base import unfinished_path
@@ -50,7 +49,7 @@ def test_what_stands_last_has_the_latest_time(
     monkeypatch.setattr(tasks, "_complete", late)
     monkeypatch.setattr(tasks, "move_pieces", late_too)
     target = None if isinstance(files, HuggingFaceSet) else TARGET
-    plan(source, target, files=files).run(tmp_path / "out", partition=partition, threads=4)
+    plan_with(source, target, files=files).run(tmp_path / "out", partition=partition, threads=4)
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and ".reshard" not in path.parts]
     contents = {path for path in written if path.suffix in {".distcp", ".safetensors", ".ckpt"}}
     assert 1 < len(contents) < len(written)
@@ -82,7 +81,7 @@ def test_no_file_of_a_graph_is_named_before_it_is_on_the_disk(
     monkeypatch.setattr(os, "pwrite", written)
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
-    made = plan(source, TARGET if isinstance(files, DCP) else None, files=files)
+    made = plan_with(source, TARGET if isinstance(files, DCP) else None, files=files)
     dask.compute(made.graph(tmp_path / "out"), scheduler="synchronous")
     assert len(named) == len(made._record.files)
 

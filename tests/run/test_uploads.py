@@ -202,7 +202,7 @@ def slow(client, key, upload, number, body):
     return send(client, key, upload, number, body)
 
 S3Client.send_part = slow
-reshard.plan(reshard.open({source!r}, strategy=QUARTERS), COLUMNS).run({target!r}, scheduler="synchronous")
+reshard.plan(reshard.open({source!r}, strategy=QUARTERS), COLUMNS).run({target!r}, client="synchronous")
 """
 
 
@@ -303,7 +303,7 @@ def test_memory_that_is_given_is_kept_or_refused(bucket: str, tmp_path: Path) ->
     for memory in ("100MB", "150MB"):
         plan = partitioned(reshard.plan(source, COLUMNS, memory=memory)._record, None, f"{bucket}/out")
         assert plan.stats.peak_memory <= int(memory.removesuffix("MB")) * 1_000_000
-        assert sum(plan._record._record.explain_memory().values()) == plan.stats.peak_memory
+        assert sum(plan.explain_memory().values()) == plan.stats.peak_memory
     with refused(BudgetError, "not-enough-memory", "memory="):
         reshard.plan(source, COLUMNS, memory="80MB").run(f"{bucket}/out")
 

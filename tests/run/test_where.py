@@ -153,7 +153,7 @@ WORDS: list[tuple[Any, str]] = [
     ("value", "ran_on", "argument"),
     [
         *((*word, "client") for word in WORDS),
-        *((*word, argument) for word, argument in zip(WORDS[2:], ["scheduler", "configuration"] * 2, strict=True)),
+        *((*word, "configuration") for word in WORDS[2:]),
     ],
 )
 def test_words_of_dask(made: reshard.Plan, tmp_path: Path, value: Any, ran_on: str, argument: str) -> None:

@@ -290,7 +290,7 @@ def test_the_commands(bucket: str, tmp_path: Path) -> None:
     put(tmp_path / "s", bucket)
 
     options = ["--source-strategy", f"{bucket}/rows.ckpt", "--target-strategy", f"{bucket}/columns.ckpt"]
-    command = ["convert", f"{bucket}/src", f"{bucket}/out", *options]
+    command = ["convert", f"{bucket}/src", f"{bucket}/out", *options, "--to", "safetensors"]
     assert f"{bucket}/out/rank_0/checkpoint_0.safetensors" in done(*command, "--dry-run", "-v").stdout
     ran = subprocess.run(
         [sys.executable, "-m", "reshard", *command], capture_output=True, text=True, check=False, env=os.environ

@@ -38,7 +38,7 @@ from written_checkpoint2 import (
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.layout.mesh import Mesh
-from reshard.errors import LayoutError, SourceError, StrategyError, UsageError
+from reshard.errors import LayoutError, SourceError, UsageError
 from reshard.formats.checkpoint2.options import Checkpoint2
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ def test_what_does_not_go_with_it(tmp_path: Path, mindspore_data: Path) -> None:
     for common in ("[]", "{", "[" * 100_000):
         with refused(UsageError, "not-json", "common.json"):
             Checkpoint2(common=common)
-    with refused(StrategyError, "not-found"):
+    with refused(SourceError, "not-a-checkpoint"):
         reshard.plan(source, mindspore_data / "checkpoint2" / "graph_1" / "checkpoint", to="checkpoint2")
 
 

@@ -52,7 +52,7 @@ def tips(report: Report) -> list[str]:
     return [box[0].text or "" for box in boxes]
 
 
-@pytest.mark.parametrize("options", [{"threads": 2}, {"scheduler": "synchronous"}, {"partition": "file"}])
+@pytest.mark.parametrize("options", [{"threads": 2}, {"client": "synchronous"}, {"partition": "file"}])
 def test_every_task_says_when_and_where_it_ran(plan: reshard.Plan, options: dict[str, object], tmp_path: Path) -> None:
     begin = time.time()
     report = plan.run(tmp_path / "out", **options)  # type: ignore[arg-type]
