@@ -137,7 +137,7 @@ def test_tensors_that_are_transposed_are_no_more_than_said(sources: Sources, opt
     same = [{"a": name, "b": name} for name in MODEL.keys() - set(matrices)]
     turned = [{"a": name, "b": {"transpose": f"{name}.t"}} for name in matrices]
     rules.write_text(json.dumps({"reshard-rules": 1, "sides": ["a", "b"], "rules": same + turned}))
-    ran = sources.run("large", None, "convert", "--to", "hf", "--rules", str(rules), *options)
+    ran = sources.run("large", None, "--to", "hf", "--rules", str(rules), *options)
     assert ran.took.peak <= ran.predicted["peak_memory"] <= most
 
 

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from reshard.core.run.settings import Progress, Report
     from reshard.core.storage.places import AnyName, Place
     from reshard.core.target import TargetFile
+    from reshard.core.verify.difference import Kind as DifferenceKind
     from reshard.core.verify.sums import OnProgress
 
 VERSION = 2
@@ -493,7 +494,7 @@ def _entries(path: str, index: FileIndex, file: FileSums) -> tuple[dict[str, Ent
             differences.append(Difference("missing", "is not in the file", name=name, path=path))
         elif (entry.dtype, shape_of(entry)) != part[:2]:
             fault = f"is {entry.dtype} {shape_text(shape_of(entry))}; expected {part.dtype} {shape_text(part.shape)}"
-            kind: Kind = "dtype" if entry.dtype is not part.dtype else "shape"
+            kind: DifferenceKind = "dtype" if entry.dtype is not part.dtype else "shape"
             differences.append(Difference(kind, fault, name=name, path=path))
         else:
             matching[name] = entry
