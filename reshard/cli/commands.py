@@ -104,7 +104,7 @@ _ADVICE_ON = {word: advice for words, advice in _ADVICE.items() for word in word
 _DESTRUCTIVE = frozenset({"--overwrite", "--restart"})  # not proposed for another word
 _ABOUT = frozenset({"completion", "help", "version"})  # commands that answer whatever the environment has
 _COLORS = {"auto": None, "always": True, "never": False}
-_ALL, _TO = "reshard.all", "reshard.to"
+_ALL, _TO, _OF_TO = "reshard.all", "reshard.to", "reshard.options of to"
 _ANYWHERE = {"-q", "--quiet", "-v", "--verbose", "--json", "--color", "--debug"}
 _EXAMPLE = re.compile(r"^Examples?:$", re.MULTILINE)
 _NUMBER = re.compile(r"[0-9]+")
@@ -129,6 +129,7 @@ class GroupedOption(click.Option):
         under: its group.
         in_short_help: whether `--help` shows it, with its first sentence; `--help-all` shows every option in full.
         of_formats: the help of an option that only some formats take, by the format; shown with `--to` that format.
+        more: the options that a value of this one brings; see `Command.get_params`.
     """
 
     def __init__(
@@ -137,10 +138,11 @@ class GroupedOption(click.Option):
         under: Heading,
         in_short_help: bool = False,
         of_formats: Mapping[str, str] = MappingProxyType({}),
+        more: Callable[[str], Sequence[GroupedOption]] = lambda _: (),
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.under, self.in_short_help, self.of_formats = under, in_short_help, of_formats
+        self.under, self.in_short_help, self.of_formats, self.more = under, in_short_help, of_formats, more
 
     def __call__(self, command: Any) -> Any:
         """Add the option to a command, as a decorator."""
@@ -228,12 +230,22 @@ class Command(click.Command):
         if "--json" in arguments and any("--json" in param.opts for param in self.params):
             ctx.meta[JSON] = True  # also if an option before it is refused
         ctx.meta[_TO] = _given(arguments).get("--to", "")
+        ctx.meta[_OF_TO] = [
+            each
+            for param in self.params
+            if isinstance(param, GroupedOption) and param.name == "to"
+            for each in param.more(ctx.meta[_TO])
+        ]
         words = [*ctx.command_path.rpartition("reshard")[2].split(), *arguments]
         ctx.meta[TYPED] = tuple(_without_secrets(word) for word in words if word not in _DESTRUCTIVE)
         extra = super().parse_args(ctx, args)
         if extra and not ctx.resilient_parsing:
             raise UsageErrorWithHint(*_too_many(ctx, arguments, extra[0]), ctx)
         return extra
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters; those of a format of a package are among them if `--to` names it."""
+        return [*super().get_params(ctx), *ctx.meta.get(_OF_TO, ())]
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, unless it would write one of its inputs (`refuse_to_write`), or a variable is misspelled."""

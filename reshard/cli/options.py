@@ -29,7 +29,7 @@ from reshard.cli.values import (
     size,
     tuned,
 )
-from reshard.core.format import targets
+from reshard.core.format import targets, written
 from reshard.core.listing import OpenOptions
 from reshard.core.options import takers
 from reshard.core.run.clusters.names import is_word
@@ -38,7 +38,7 @@ from reshard.core.storage.cipher import MODE, MODES
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from reshard.core.format import Format
     from reshard.core.options import OptionField
@@ -296,7 +296,7 @@ def _target_of(*, target_cipher: Cipher | None, encryption: str | None, **values
     if encryption and not target_cipher:
         raise UsageError("--encryption needs the key of TARGET", code="no-key", hint="add --target-key-file FILE")
     cipher = replace(target_cipher, mode=encryption) if target_cipher and encryption else target_cipher
-    of_format = {name: values.pop(name) for name in _BY_OPTION}
+    of_format = {name: values.pop(name) for name in _BY_OPTION} | click.get_current_context().meta.get(_OF_PACKAGE, {})
     given = {name: value for name, value in of_format.items() if value is not None and value is not False}
     return TargetOptions(target_cipher=cipher, of_format=given, **values)
 
@@ -310,12 +310,32 @@ def _option_of_formats(name: str, fields: Sequence[tuple[Format, OptionField]]) 
     return _target(f"--{name.replace('_', '-')}", of_formats=texts, **more)
 
 
+def _options_of_package(word: str) -> list[GroupedOption]:
+    """Return the options of a format of another package, which is loaded for them; none of reshard's own formats."""
+    if not word or any(word in {each.name, *each.aliases} for each in targets()):
+        return []
+    try:
+        found = written(word)
+    except UsageError:
+        return []  # `--to` itself says so
+    made = [_option_of_formats(name, fields) for name, fields in takers([found]).items() if name not in _BY_OPTION]
+    for each in made:
+        each.expose_value, each.callback = False, partial(_keep, each.callback)
+    return made
+
+
+def _keep(parse: Callable[..., Any] | None, ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Parse the value of an option of a package, and keep it for `_target_of`."""
+    ctx.meta.setdefault(_OF_PACKAGE, {})[str(param.name)] = parse(ctx, param, value) if parse else value
+
+
 def _of_formats(formats: Sequence[Format], *names: str, help: str, **attrs: Any) -> GroupedOption:  # noqa: A002 -- click's
     """Return an option of some formats that their classes of options do not have."""
     return _target(*names, of_formats={each.name: help for each in formats}, **attrs)
 
 
 _ENCRYPTED = "ckpt"
+_OF_PACKAGE = "reshard.options of a package"
 
 _BY_OPTION = takers(targets())
 _OF_FORMATS = tuple(_option_of_formats(name, fields) for name, fields in _BY_OPTION.items())
@@ -326,7 +346,7 @@ target_options = record(
     _target_of,
     target_strategy_option,
     _target(
-        "--to", in_short_help=True, type=ToType(), metavar="FORMAT",
+        "--to", in_short_help=True, type=ToType(), metavar="FORMAT", more=_options_of_package,
         help=f"{_named(targets())}, or one of a package: see `reshard formats`.  "
         "[default: as TARGET is named, else as SOURCE]",
     ),

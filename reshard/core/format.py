@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.listing import Contents, FileNames, Listing, OpenOptions, RunLayout
 from reshard.core.model.findings import Candidate, Findings, by_opening
 from reshard.core.storage.cipher import required
-from reshard.errors import UsageError
+from reshard.errors import ReshardError, SourceError, UsageError
 from reshard.messages import warn
 
 if TYPE_CHECKING:
@@ -73,7 +73,17 @@ class Found:
         takes = self.format.takes | {"iteration"}
         if given - takes or ("cipher" not in takes and required(options.cipher)):
             raise options_refused(self.place)
-        checkpoint = self.format.open(self, options, contents=contents)
+        try:
+            checkpoint = self.format.open(self, options, contents=contents)
+        except (ReshardError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            if type(self.format).__module__.partition(".")[0] == __name__.partition(".")[0]:
+                raise
+            raise SourceError(
+                f"{self.place} is not valid as {self.format.title}: {type(error).__name__}: {error}",
+                code="not-a-checkpoint",
+            ) from error
         return checkpoint if checkpoint.format is not None else replace(checkpoint, format=self.format)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from reshard.core.format import Format, Found, find, formats, named, register
     from reshard.core.layout.block import Block
     from reshard.core.listing import FileNames, Listing, OpenOptions, RunLayout
-    from reshard.core.model.entries import Content, FileLayout
+    from reshard.core.model.entries import Content, Crc, FileLayout, RangeReader
     from reshard.core.model.table import BlockList
     from reshard.core.options import Options, option
     from reshard.core.target import Target, TargetBlocks, TargetFile, TargetInputs, TargetTensor, literal
@@ -26,6 +26,7 @@ __all__ = [
     "Block",
     "BlockList",
     "Content",
+    "Crc",
     "FileLayout",
     "FileNames",
     "Format",
@@ -33,6 +34,7 @@ __all__ = [
     "Listing",
     "OpenOptions",
     "Options",
+    "RangeReader",
     "RunLayout",
     "Target",
     "TargetBlocks",
@@ -60,7 +62,7 @@ _HOMES = {
     **dict.fromkeys(("FileNames", "Listing", "OpenOptions", "RunLayout"), "core.listing"),
     **dict.fromkeys(("Target", "TargetBlocks", "TargetFile", "TargetInputs", "TargetTensor", "literal"), "core.target"),
     **dict.fromkeys(("Options", "option"), "core.options"),
-    **dict.fromkeys(("Content", "FileLayout"), "core.model.entries"),
+    **dict.fromkeys(("Content", "Crc", "FileLayout", "RangeReader"), "core.model.entries"),
     "Block": "core.layout.block",
 }
 

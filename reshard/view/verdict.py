@@ -143,8 +143,10 @@ def _linked_text(verification: Verification) -> str:
 
 def _alone_text(verification: Verification) -> str:
     """Return the verdict on a target that was compared with nothing."""
-    if verification.bytes_read:
+    if verification.summed_bytes:
         return "is complete and valid; its contents have the checksums that its files carry"
+    if verification.bytes_read:
+        return "is complete and valid in structure; its copies are equal, and other contents were not read"
     if verification.complete:
         return "is complete and valid in structure; contents were not read"
     expected = "how many ranks" if verification.by_ranks else "which tensors"

@@ -89,12 +89,42 @@ def test_an_installed_package_adds_a_format_to_every_command(installed: dict[str
         (block,) = places[name]["blocks"]
         assert data[block["begin"] : block["end"]] == array.tobytes()
         assert block["begin"] % 64 == 0
+    run(installed, "convert", tmp_path / "hf", tmp_path / "wide", "--to", "raw-cuts", "--align", "512")
+    places = json.loads((tmp_path / "wide/cuts.json").read_text())
+    assert {block["begin"] % 512 for each in places.values() for block in each["blocks"]} == {0}
+    assert "--align" in run(installed, "convert", "--to", "raw-cuts", "--help")
+    run(installed, "convert", tmp_path / "hf", tmp_path / "no", "--to", "raw-cuts", "--align", "wide", code=2)
+    run(installed, "convert", tmp_path / "hf", tmp_path / "no", "--to", "hf", "--align", "512", code=2)
     run(installed, "verify", tmp_path / "back")
     run(installed, "plan", tmp_path / "hf", "--to", "raw-cuts", "-o", tmp_path / "plan.json")
     run(installed, "run", tmp_path / "plan.json", tmp_path / "planned", "--cluster", "processes")
     assert (tmp_path / "planned/data.raw").read_bytes() == data
     (tmp_path / "back/data.raw").write_bytes(bytes([data[0] ^ 1]) + data[1:])
     run(installed, "verify", tmp_path / "back", code=3)
+
+
+def test_copies_that_are_compared_are_no_checksums(installed: dict[str, str], tmp_path: Path) -> None:
+    root = write_raw(tmp_path / "raw")
+    table, data = json.loads((root / "cuts.json").read_text()), (root / "a.raw").read_bytes()
+    content = FULL["v"].tobytes()
+    table["v"]["blocks"].append({**table["v"]["blocks"][0], "begin": len(data), "end": len(data) + len(content)})
+    (root / "a.raw").write_bytes(data + content)
+    (root / "cuts.json").write_text(json.dumps(table))
+    assert "checksums" not in run(installed, "verify", root)
+    (root / "a.raw").write_bytes(data + bytes([content[0] ^ 1]) + content[1:])
+    run(installed, "verify", root, code=3)
+
+
+def test_what_a_package_cannot_read_is_a_checkpoint_that_is_not_valid(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    """Its own errors are of the file, and hide no other checkpoint from `runs`."""
+    write_raw(tmp_path / "raw")
+    cut = write_raw(tmp_path / "cut") / "cuts.json"
+    cut.write_text(cut.read_text()[:-9])
+    run(installed, "inspect", tmp_path / "cut", code=4)
+    rows = json.loads(run(installed, "runs", tmp_path, "--json"))["checkpoints"]
+    assert {(Path(row["path"]).name, row["state"]) for row in rows} == {("raw", "complete"), ("cut", "incomplete")}
 
 
 def test_a_package_that_is_broken_breaks_no_other_format(installed: dict[str, str], tmp_path: Path) -> None:

@@ -237,8 +237,8 @@ class Crc(NamedTuple):
     It takes four bytes, little-endian.
 
     Attributes:
-        begin, nbytes: the range.
-        places: the offsets of the stored checksums.
+        begin, nbytes: the range; it has bytes of tensors only, no literals.
+        places: the offsets of the stored checksums, which the literals leave out.
     """
 
     begin: int

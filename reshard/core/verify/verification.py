@@ -59,6 +59,7 @@ class Verification:
         step: the training step of the target; None if the names of its files have none.
         complete: a strategy, an index, a source or a manifest shows that nothing is missing.
         by_ranks: the files are in rank directories.
+        summed_bytes: bytes of a target alone that have the checksums that its files carry.
 
     >>> report = reshard.convert("src_checkpoints", "hf", to="hf", source_strategy="src_strategy.ckpt")
     >>> verification = reshard.verify("hf")
@@ -79,6 +80,7 @@ class Verification:
     step: Step | None = None
     complete: bool = True
     by_ranks: bool = False
+    summed_bytes: int = 0
 
     @property
     def against(self) -> str | None:

@@ -312,6 +312,7 @@ def _alone(target: Checkpoint, selection: Selection, deduplicated: bool, options
         step=target.opening.step,
         complete=_says_what_it_has(target),
         by_ranks=any(rank_of(as_place(file.path)) for file in target.files),
+        summed_bytes=carried.nbytes,
     )
 
 
