@@ -223,7 +223,7 @@ _OPENING = (
 
 source_strategy_option = _source(
     "--source-strategy", in_short_help=True, type=STRATEGY_PLACE, metavar="STRATEGY",
-    help="Strategy file of SOURCE, or a directory of them. Not needed for what reshard wrote, or copies of it.",
+    help="Strategy file of SOURCE, or their directory. Not needed for what reshard wrote, or copies of it.",
 )  # fmt: skip
 target_strategy_option = _target(
     "--target-strategy", in_short_help=True, type=STRATEGY_PLACE, metavar="STRATEGY",
