@@ -115,37 +115,6 @@ if TYPE_CHECKING:
     from reshard.view.computed.runs_view import runs
 
 
-_OF_FORMATS = "give to= and the options of the format, such as to='hf', max_shard_size='4GB'"
-_OF_SOURCES = "it is a SourceError, TargetError or UsageError; `error.code` says which"
-_FORMER = {
-    "Block": "it is in reshard.core.layout.block",
-    "CheckpointDiff": "reshard.diff returns it",
-    "CheckpointStats": "Checkpoint.stats returns it",
-    "make_manifest": "it is reshard.Manifest.make(path)",
-    "merge_strategies": "reshard.write_strategy(reshard.read_strategy(directory), path)",
-    "read_layouts": "target_strategy= takes the checkpoint itself",
-    "read_manifest": "it is reshard.Manifest.read(path)",
-    "read_object": "it is checkpoint.read_object(name)",
-    "strategy_of": "it is checkpoint.to_strategy()",
-    "write_manifest": "it is manifest.write(path)",
-    **dict.fromkeys(("Checkpoint2", "DCP", "HuggingFaceSet", "MindSporeSet", "ZarrGroup"), _OF_FORMATS),
-    **dict.fromkeys(
-        (
-            "ChangedError",
-            "EncryptedError",
-            "GoneError",
-            "LayoutError",
-            "MissingNameError",
-            "NoBucketError",
-            "PlanError",
-        ),
-        _OF_SOURCES,
-    ),
-    **dict.fromkeys(("UnansweredError", "UnsentError"), _OF_SOURCES),
-}
-"""Names of the program before its first release, and what there is in their place."""
-
-
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
@@ -159,5 +128,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this modu
             value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
             globals()[name] = value
             return value
-        advice = f"; {_FORMER[name]}" if name in _FORMER else ""
+        from reshard.former import NAMES
+
+        advice = f"; {NAMES[name]}" if name in NAMES else ""
         raise AttributeError(f"module 'reshard' has no attribute {name!r}{advice}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
+from reshard import former
 from reshard.cli.terminal import (
     DEBUG,
     JSON,
@@ -76,28 +77,7 @@ _ADVICE = {
     "make": "`reshard strategy make` makes a strategy file",
     "reshard shard split": "`reshard convert` with --target-strategy cuts tensors",
 }
-_FORMER = {
-    "drop-cache fsync no-drop-cache no-fsync no-server-copy": "--tune NAME=VALUE, such as --tune fsync=no",
-    "from-checkpoint": "`reshard strategy make --like CHECKPOINT -o FILE`",
-    "invert": "rules work both ways as they are",
-    "iteration": "--step N chooses a checkpoint of a run",
-    "layouts-of": "--target-strategy takes a checkpoint, too",
-    "link-replicas": "leave it out; --remove-redundancy stores each block once",
-    "lora-tied": "in Python, reshard.LoRA(DIR, tied='both') or 'untie'",
-    "raw": "`reshard strategy show FILE --raw` shows device matrices and tensor maps",
-    "scheduler": "--cluster threads or --cluster ADDRESS",
-    "seed": "leave it out; each sample is chosen anew",
-    "shard-size": "leave it out; small chunks share files of 64 MiB",
-    "style": "--to FORMAT: hf, mindspore or checkpoint2",
-    "target-iteration target-partial target-rank-pattern target-suffix": "name the directory of the files as TARGET",
-    "target-stage": "--ranks LIST chooses the ranks of a stage",
-    "transform": "`reshard convert SOURCE TARGET`",
-    "unify": "`reshard convert SOURCE TARGET --to hf`, or --to mindspore",
-    "via-zarr": "`reshard convert SOURCE STORE.zarr`, then `reshard convert STORE.zarr TARGET`",
-}
-"""Words of the program before its first release, and what there is in their place."""
-
-_ADVICE |= _FORMER
+_ADVICE |= former.OPTIONS
 _ADVICE_ON = {word: advice for words, advice in _ADVICE.items() for word in words.split()}
 """Advice for commands and options of other tools."""
 

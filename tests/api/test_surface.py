@@ -11,12 +11,13 @@ import ml_dtypes  # noqa: F401 -- registers bfloat16, which is compared
 import numpy as np
 import pytest
 import users_script
+from commands import call
 from dask.array import Array
-from refusals import failed, refused
+from refusals import failed, one_line, refused
 from safetensors.numpy import load_file, save_file
 
 import reshard
-from reshard import errors
+from reshard import errors, former
 from reshard.api import options
 from reshard.core.format import targets
 from reshard.core.options import takers
@@ -92,10 +93,22 @@ def of_formats() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", reshard._FORMER)
+@pytest.mark.parametrize("name", former.NAMES)
 def test_a_former_name_says_the_new_one(name: str) -> None:
     with pytest.raises(AttributeError, match=f"{name}'; "):
         getattr(reshard, name)
+
+
+@pytest.mark.parametrize("word", sorted(word for words in former.OPTIONS for word in words.split()))
+def test_a_former_word_of_the_command_line_says_the_new_one(word: str) -> None:
+    """As a command, and as an option of `convert`; some are commands or options still, of others."""
+    advice = next(text for words, text in former.OPTIONS.items() if word in words.split())
+    for command in ([word], ["convert", "a", "b", f"--{word}", "c"]):
+        said = call(*command)
+        assert said.exit_code == 2
+        if advice in one_line(said.stderr):
+            return
+    pytest.fail(said.stderr)
 
 
 def test_a_former_keyword_says_the_new_one(source: reshard.Checkpoint, tmp_path: Path) -> None:
