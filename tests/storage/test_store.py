@@ -181,6 +181,13 @@ def test_a_full_disk_is_found_at_once_and_nothing_is_left(
     assert listing(tmp_path) == []
 
 
+def test_a_file_system_refuses_what_it_cannot_hold(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError) as caught:
+        store.create(store.unfinished(str(tmp_path / "a")), 1 << 61)
+    assert caught.value.code in {"no-space", "file-too-large"}
+    assert listing(tmp_path) == []
+
+
 def test_a_limit_of_file_sizes_is_no_full_disk(tmp_path: Path) -> None:
     """`ulimit -f` limits one file, as some file systems do; there may be room for many."""
     save_file({"w": np.zeros(1 << 16, np.uint8)}, tmp_path / "w.safetensors")
