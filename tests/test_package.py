@@ -104,6 +104,6 @@ def test_the_demo_runs_in_an_empty_environment(empty: Path, tmp_path: Path) -> N
     demo = said(empty / "reshard", "demo")
     assert "all 14,960 bytes of their 60 tensors are equal" in demo
     assert said(empty / "reshard", "--version") == f"reshard, version {reshard.__version__}\n"
-    assert "transform" in said(empty / "python", "-m", "dask", "reshard", "--help")
+    assert "convert" in said(empty / "python", "-m", "dask", "reshard", "--help")
     assert said(empty / "python", "-c", "import reshard, sys; print(reshard.__file__)").startswith(str(empty.parent))
     assert not said(empty / "python", "-c", "import importlib.util as u; print(u.find_spec('pytest') or '')").strip()

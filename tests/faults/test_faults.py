@@ -74,9 +74,13 @@ class Scenario:
     name: str
     source: str
     words: tuple[str, ...]
-    command: str = "convert"
     is_by_file: bool = False
     before: str = ""  # what is in the target before: `foreign` files, or those of `another` plan
+
+    @property
+    def keeps_ranks(self) -> bool:
+        """Each rank keeps its blocks, so that no strategy is given, and fewer ranks are a checkpoint, too."""
+        return "--same-ranks" in self.words
 
     def __str__(self) -> str:
         return self.name
@@ -94,12 +98,12 @@ SCENARIOS = [
     Scenario("stored once", "safetensors", to("replicas", "--remove-redundancy", "--threads=1")),
     Scenario("no fsync", "safetensors", to("rows", "--tune=fsync=no")),
     Scenario("no fsync, by file", "safetensors", to("rows", "--tune=fsync=no"), is_by_file=True),
-    Scenario("convert", "--to=mindspore", "safetensors", ("--max-shard-size=4kB",), "convert", "--to=mindspore"),
-    Scenario("convert cast", "ckpt", ("--to=hf", "--max-shard-size=3kB", "--cast=float32=bfloat16"), "convert"),
-    Scenario("convert", "ckpt", ("--to=safetensors",), "convert"),
+    Scenario("set", "safetensors", ("--to=mindspore", "--max-shard-size=4kB")),
+    Scenario("set, cast", "ckpt", ("--to=hf", "--max-shard-size=3kB", "--cast=float32=bfloat16")),
+    Scenario("same ranks", "ckpt", ("--same-ranks", "--to=safetensors")),
     Scenario("overwrite", "safetensors", to("rows", "--overwrite"), before="foreign"),
     Scenario("restart", "safetensors", to("rows", "--restart"), before="another"),
-    Scenario("synchronous", "ckpt", to("columns", "--scheduler=synchronous")),
+    Scenario("synchronous", "ckpt", to("columns", "--cluster=synchronous")),
 ]
 
 
@@ -125,12 +129,12 @@ class World:
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def words(self, scenario: Scenario, source: Path, target: Path, *more: str) -> list[str]:
-        strategy = [f"--source-strategy={self.root / 'source.ckpt'}"] if scenario.command != "convert" else []
+        strategy = [f"--source-strategy={self.root / 'source.ckpt'}"] if not scenario.keeps_ranks else []
         given = [
             word.replace("--target-strategy=", f"--target-strategy={self.root}/") for word in (*scenario.words, *more)
         ]
         how = ["by-file"] if scenario.is_by_file else []
-        return [*how, scenario.command, str(source), str(target), *strategy, *given]
+        return [*how, "convert", str(source), str(target), *strategy, *given]
 
     def run(self, fault: dict[str, Any], words: list[str], note: Path) -> Ended:
         note.unlink(missing_ok=True)
@@ -312,7 +316,7 @@ def source_changes(how: str, trial: Trial) -> Ended:
     if goes_on and trial.random.random() < 0.5:
         trial.expected, trial.fresh = trial.fresh, trial.expected
         return ended
-    if not goes_on and trial.scenario.command != "convert":
+    if not goes_on and not trial.scenario.keeps_ranks:
         assert trial.run().code in {4, 6}
     shutil.copy2(kept, path)
     return ended
@@ -325,7 +329,7 @@ def rank_removed(trial: Trial) -> Ended:
     away = trial.root / "away"
     path.rename(away)
     ended = trial.run()
-    assert ended.code == 4 or trial.scenario.command == "convert", ended.said
+    assert ended.code == 4 or trial.scenario.keeps_ranks, ended.said
     if ended.code == 0:  # a conversion of fewer ranks is one as well
         assert {name for name in tree(trial.target) if not name.endswith(PARTIAL)} <= trial.expected.keys()
     away.rename(path)
