@@ -249,6 +249,37 @@ def test_a_run_that_fails_between_two_names_is_gone_on_with(
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("where", ["first", "sum"])
+def test_a_file_whose_header_or_sum_a_crash_took_is_not_named_as_it_is(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """All tensors are on the disk, and bytes between them are not: of a header, or a sum of a zip's member."""
+    plan = reshard.plan(source, TARGET, to="dcp")
+    plan.run(tmp_path / "undisturbed", partition="file")
+    real = os.replace
+
+    def replace(old: str, new: str) -> None:
+        if ".reshard" not in new:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with refused(TargetError, "cannot-write", "rename"):
+            plan.run(tmp_path / "out", partition="file")
+    layout = next(file.layout for file in plan._record.files if file.layout.crcs)
+    path = tmp_path / "out" / next(file.path for file in plan._record.files if file.layout is layout)
+    at = layout.literals[0][0] if where == "first" else layout.crcs[0].places[0]
+    (unfinished,) = path.parent.glob(f"*{path.name}*{PARTIAL}*")
+    kept = unfinished.stat()
+    with unfinished.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(4))
+    os.utime(unfinished, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    plan.run(tmp_path / "out", partition="file")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
 _SIGNALLED = """
 import os, sys
 from reshard.core.plan import budget; from reshard.core.run.state import session as resume
