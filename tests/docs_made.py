@@ -106,7 +106,7 @@ def _row(names: str, text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("] [", "; ").replace("|", "\\|")
 
 
 def _shown(arguments: list[str]) -> str:

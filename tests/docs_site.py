@@ -47,6 +47,7 @@ def on_config(config: MkDocsConfig) -> None:
         *({title: [f"{folder}/README.md", *listed(folder)]} for title, folder in folders.items()),
         {"Benchmarks": "benchmarks.md"},
         {"Limits": "limits.md"},
+        {"For agents": "SKILL.md"},
     ]
 
 

@@ -406,7 +406,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_what_is_refused_is_refused_by_every_command(tmp_path: Path, fault: str) -> None:
-    """By `transform`, `unify` in each form, `plan` and `inspect`; nothing is written."""
+    """By `convert` in each form, `plan` and `inspect`; nothing is written."""
     full, strategy = dict(FULL), SOURCE
     if fault == "listed but whole":
         full = {name: FULL[name] for name in ("w", "h")}

@@ -187,7 +187,7 @@ def convert(
     else:
         assert_equal(read_target(root, kind), expected, kind)
     require(reshard.verify(root).equal, f"{kind}: verify finds a difference with what it was made from")
-    against = {"strategy": strategy} if kind == "ranks" else {}
+    against = {"target_strategy": strategy} if kind == "ranks" else {}
     same = reshard.verify(root, against=opened, selection=selection, **against)
     require(same.equal, f"{kind}: verify finds a difference: {same.differences}")
     return reshard.open(root, **against, contents=False)  # blocks may be equal by chance

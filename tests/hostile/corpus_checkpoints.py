@@ -12,8 +12,7 @@ ODD = (
     "inspect {bad}",
     "inspect {bad} --json",
     "inspect {set} --layout *=whole",
-    "convert {bad} {out}",
-    "convert {bad} {out} --dry-run",
+    "convert {bad} {out} --to hf --dry-run",
     "convert --to=mindspore {bad} {out}",
     "convert {bad} {out} --to hf",
     "convert {bad} {out}/a.ckpt --to ckpt",
@@ -22,9 +21,9 @@ ODD = (
     ".convert_file {bad} {out}",
 )
 KEYED = (".open_with_key {bad}", ".load_with_key {bad}")
-WHOLE = ("inspect {bad}", "convert {bad} {out}", "convert --to=mindspore {bad} {out}", ".open {bad}")
+WHOLE = ("inspect {bad}", "convert {bad} {out} --to hf", "convert --to=mindspore {bad} {out}", ".open {bad}")
 ONE_FILE = tuple(command for command in FILE if "{set}" not in command)
-HEAVY = ("inspect {bad}", "convert {bad} {out}", ".open_rank {bad}")  # where every command takes a while
+HEAVY = ("inspect {bad}", "convert {bad} {out} --to hf", ".open_rank {bad}")  # where every command takes a while
 
 # fmt: off
 

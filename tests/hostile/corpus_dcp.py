@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 COMMANDS = (
     "inspect {bad}",
     "convert --to=mindspore {bad} {out}",
-    "convert {bad} {out} --dry-run",
+    "convert {bad} {out} --to hf --dry-run",
     "verify {bad}",
     ".open {bad}",
 )
