@@ -187,10 +187,10 @@ def convert(
     else:
         assert_equal(read_target(root, kind), expected, kind)
     require(reshard.verify(root).equal, f"{kind}: verify finds a difference with what it was made from")
-    against = {"target_strategy": strategy} if kind == "ranks" else {}
-    same = reshard.verify(root, against=opened, selection=selection, **against)
+    cut = strategy if kind == "ranks" else None
+    same = reshard.verify(root, target_strategy=cut, against=opened, selection=selection)
     require(same.equal, f"{kind}: verify finds a difference: {same.differences}")
-    return reshard.open(root, **against, contents=False)  # blocks may be equal by chance
+    return reshard.open(root, strategy=cut, contents=False)  # blocks may be equal by chance
 
 
 def one_case(rng: Random, root: Path, counts: Counter[str]) -> None:
