@@ -24,7 +24,6 @@ from reshard.core.layout import strided
 from reshard.core.model import reshape
 from reshard.core.plan import budget
 from reshard.formats.checkpoint2.options import Checkpoint2
-from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -168,7 +167,7 @@ def convert(
         plan = plan_with(opened, strategy, files=files, format="safetensors", selection=selection, **memory)
     elif kind in {"dcp", "zarr"}:
         strategy = strategy if kind == "dcp" else None
-        zarr_files = {"files": ZarrGroup(compression="zstd")} if kind == "zarr" and rng.random() < 0.4 else {}
+        zarr_files = {"compression": "zstd"} if kind == "zarr" and rng.random() < 0.4 else {}
         plan = reshard.plan(opened, strategy, to=kind, selection=selection, **memory, **zarr_files)
     else:
         strategy = strategy if kind == "ranks" else None
