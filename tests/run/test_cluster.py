@@ -384,7 +384,7 @@ def test_ctrl_c_in_a_terminal_reaches_workers_too(tmp_path: Path, partition: str
     how = ["-m", "reshard"] if partition == "tensor" else [by_file.__file__]
     command = [
         sys.executable, *how, "convert", "src", "out", "--source-strategy", "before.ckpt",
-        "--target-strategy", "after.ckpt", "--cluster", "local:2",
+        "--target-strategy", "after.ckpt", "--cluster", "local:2", "--to", "ckpt",
     ]  # fmt: skip
     process = subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,

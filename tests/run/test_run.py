@@ -160,7 +160,7 @@ import sys
 import reshard
 from reshard import Layout, Strategy
 target = Strategy.of({"w": Layout.of([3, 8], [-1, 0])})
-plan = reshard.plan(reshard.open(sys.argv[1]), target, memory=512 << 20, format="safetensors", ranks=[2, 5])
+plan = reshard.plan(reshard.open(sys.argv[1]), target, memory=512 << 20, to="safetensors", ranks=[2, 5])
 plan.run(sys.argv[2], fsync=False)
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(plan.stats.peak_memory, int(peak.split()[1]) * 1024)
