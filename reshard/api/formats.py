@@ -103,7 +103,7 @@ def check_options(format_: Format, options: Collection[str]) -> None:
         listed = joined(", ", [Text(Option(name)) for name in cut])
         raise UsageError(f"{format_.whole} holds whole tensors", code=code, hint=Text("leave ", listed, " out"))
     listed = joined(", ", [Text(Option(name)) for name in wrong])
-    first, *others = [each.name for each in targets() if takes(each, wrong[0])]
+    first, *others = [each.name for each in targets(packages=True) if takes(each, wrong[0])]
     raise UsageError(
         Text(listed, f" does not go with the format {format_.name}"), code=code,
         hint=Text("leave ", listed, " out, or choose ", Option("to", first), *(f" or {other}" for other in others)),

@@ -78,7 +78,7 @@ def convert(
       each rank's file in the other format, with the tensors that it has.
     - `--to hf`, `mindspore`, `deepspeed-universal`, `orbax`, `zarr`: whole tensors; options about ranks are
       refused.
-    - `--to dcp`, `checkpoint2`: blocks with --target-strategy or --layouts-of, else whole tensors.
+    - `--to dcp`, `checkpoint2`: blocks with --target-strategy, else whole tensors.
     - No --to: x.zarr, x.ckpt and x.safetensors are what they are called; else the target is what SOURCE is. If that
       holds whole tensors only (a set, a store) and --target-strategy is given, it is safetensors.
     """  # noqa: D301 -- click's mark of what is not for the terminal

@@ -78,7 +78,7 @@ class Found:
         except (ReshardError, OSError, MemoryError):
             raise
         except Exception as error:
-            if type(self.format).__module__.partition(".")[0] == __name__.partition(".")[0]:
+            if _is_own(self.format):
                 raise
             raise SourceError(
                 f"{self.place} is not valid as {self.format.title}: {type(error).__name__}: {error}",
@@ -204,7 +204,7 @@ class Format:
 
     def listed(self, tree: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
         """Yield the checkpoints in a directory, for `reshard runs`, each with the subdirectories that belong to it."""
-        if found := self.find(Listing(tree.place, tree.names)):
+        if found := _first([self], Listing(tree.place, tree.names)):
             yield self.candidate(tree, partial(self.complete, found, tree)), tree.below if self.is_deep else ()
 
     def candidate(self, tree: Directory, examine: Callable[[], Findings], **more: Any) -> Candidate:
@@ -403,4 +403,18 @@ def marked(names: Iterable[str]) -> Format | None:
 
 
 def _first(asked: Iterable[Format], here: Listing) -> Found | None:
-    return next(filter(None, (each.find(here) for each in asked)), None)
+    """Return what the first format that recognises a checkpoint finds; one of a package that fails is left out."""
+    for each in asked:
+        try:
+            if found := each.find(here):
+                return found
+        except Exception as error:
+            if _is_own(each):
+                raise
+            warn([f"the format {each.name!r} is left out: {type(error).__name__}: {error}"])
+    return None
+
+
+def _is_own(format_: Format) -> bool:
+    """Return whether a format is one of this program, not of another package."""
+    return type(format_).__module__.partition(".")[0] == __name__.partition(".")[0]

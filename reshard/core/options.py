@@ -99,11 +99,6 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def unsaved(default: Any) -> Any:
-    """Return a field that is no option for users, and whose value is in no plan file."""
-    return field(default=default, metadata={"saved": False})
-
-
 def option_fields(kind: type[Options] | None) -> list[OptionField]:
     """Return the options among the fields of a class; [] for None."""
     result = []

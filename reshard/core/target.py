@@ -75,8 +75,7 @@ class TargetFile(NamedTuple):
         last: it gets its name after all other files, and after earlier files with `last`: the index of a unified set.
         pointer: it is a tracker file, which names the current checkpoint of a directory; always replaced, last, even
             if it names another checkpoint.
-        link: the path of the file that it links to: a target path if replicas are linked, or the absolute path of a
-            source file; the file is not written then.
+        link: the absolute path of the source file that it links to; the file is not written then.
         done: it is already complete; the file is not written then either.
     """
 

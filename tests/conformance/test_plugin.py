@@ -15,7 +15,7 @@ from checkpoints import numbers, write_file
 import reshard
 from reshard.core import format as listed
 from reshard.errors import SourceError, UsageError
-from reshard.formats import BlockList, Format, Found, named, register
+from reshard.formats import BlockList, Format, Found, Listing, named, register
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,6 +125,36 @@ def test_what_a_package_cannot_read_is_a_checkpoint_that_is_not_valid(
     run(installed, "inspect", tmp_path / "cut", code=4)
     rows = json.loads(run(installed, "runs", tmp_path, "--json"))["checkpoints"]
     assert {(Path(row["path"]).name, row["state"]) for row in rows} == {("raw", "complete"), ("cut", "incomplete")}
+
+
+def test_a_format_that_fails_to_find_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Failing(Format):
+        name, title = "failing", "failing"
+
+        def find(self, here: Listing) -> Found | None:
+            raise KeyError(here.names)
+
+    monkeypatch.setattr(listed, "_registered", [])
+    register(Failing())
+    path = write_file(tmp_path / "one/model.safetensors", FULL)
+    with pytest.warns(reshard.ReshardWarning, match="'failing' is left out"):
+        opened = reshard.open(path.parent)
+    assert {*opened} == {*FULL}
+    with pytest.warns(reshard.ReshardWarning, match="'failing' is left out"):
+        assert len(reshard.runs(tmp_path)) == 1
+
+
+def test_an_option_of_a_package_is_refused_by_name_elsewhere(installed: dict[str, str], tmp_path: Path) -> None:
+    write_file(tmp_path / "one/model.safetensors", FULL)
+    script = (
+        "import reshard, sys\n"
+        "try:\n    reshard.convert(sys.argv[1], sys.argv[2], to='hf', align=16)\n"
+        "except reshard.UsageError as error:\n    print(error.code, error)"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path / "one"), str(tmp_path / "out")]
+    said = subprocess.run(words, env=installed, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("option-of-another-format")
+    assert "raw-cuts" in said
 
 
 def test_a_package_that_is_broken_breaks_no_other_format(installed: dict[str, str], tmp_path: Path) -> None:

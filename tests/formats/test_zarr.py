@@ -356,16 +356,11 @@ def test_a_store_that_is_not_what_was_planned_with_is_refused(
         reshard.read_plan(tmp_path / "plan.json")
 
 
-def test_a_plan_with_times_is_of_its_own_files(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    with refused(UsageError, "not-savable", "zarr"):
-        plan_with(source, files=ZarrGroup(times=True)).save(tmp_path / "plan.json")
-
-
-def test_provenance_without_times_is_the_same_everywhere(source: reshard.Checkpoint, tmp_path: Path) -> None:
+def test_provenance_is_the_same_everywhere(source: reshard.Checkpoint, tmp_path: Path) -> None:
     moved = reshard.open(shutil.copytree(source.root, tmp_path / "else" / "where"), strategy=SOURCE)
-    assert source_record(moved._record, times=False) == source_record(source._record, times=False)
-    assert not any(file.version for file in source_record(source._record, times=False).files)
-    assert [file.path for file in source_record(source._record, times=True).files] == [
+    assert source_record(moved._record) == source_record(source._record)
+    assert not any(file.version for file in source_record(source._record).files)
+    assert [file.path for file in source_record(source._record).files] == [
         f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in range(2)
     ]
 

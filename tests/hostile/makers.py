@@ -126,7 +126,7 @@ def a_plan_file(
         selection: dict[str, Any] = {key: [] for key in ("include", "exclude", "drop", "allow_missing")}
         selection |= {"weights_only": False, "names": {}, "cast": {}, "rules": None, "lora": None}
         plan = {
-            "reshard_plan": 3, "digest": "0" * 32,
+            "reshard_plan": 4, "digest": "0" * 32,
             "provenance": {
                 "made_by": "0.1.0", "source": known | source, "target": target, "selection": selection,
             },

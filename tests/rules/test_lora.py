@@ -292,7 +292,7 @@ def test_an_adapter_that_changes_before_a_run(tmp_path: Path, base: reshard.Chec
 def test_memory_is_counted(base: reshard.Checkpoint, lora: LoRA) -> None:
     plain, more = (reshard.plan(base, selection=Selection(lora=one)) for one in (None, lora))
     of_pairs = sum(one.nbytes for one in matrices(weights()).values())
-    fetching = [plan._record.explain_memory()["coding and fetching"] for plan in (plain, more)]
+    fetching = [dict(plan._record.memory)["coding and fetching"] for plan in (plain, more)]
     assert fetching[1] >= fetching[0] + of_pairs
     with refused(BudgetError, "not-enough-memory", "memory=") as raised:
         reshard.plan(base, selection=Selection(lora=lora), memory=1 << 20)

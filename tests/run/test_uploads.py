@@ -303,7 +303,7 @@ def test_memory_that_is_given_is_kept_or_refused(bucket: str, tmp_path: Path) ->
     for memory in ("100MB", "150MB"):
         plan = partitioned(reshard.plan(source, COLUMNS, memory=memory)._record, None, f"{bucket}/out")
         assert plan.stats.peak_memory <= int(memory.removesuffix("MB")) * 1_000_000
-        assert sum(plan.explain_memory().values()) == plan.stats.peak_memory
+        assert sum(dict(plan.memory).values()) == plan.stats.peak_memory
     with refused(BudgetError, "not-enough-memory", "memory="):
         reshard.plan(source, COLUMNS, memory="80MB").run(f"{bucket}/out")
 

@@ -17,7 +17,6 @@ a few dozen distinct pairs of layout and shape.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 _MOST_AXES = 64
 
 _MOST_FOLDINGS = 1000
-_SHOWN = re.compile(r"\[(?P<devices>[0-9, ]+)\] map \[(?P<map>[-0-9(), ]*)\](?: opt (?P<opt>-?[0-9]+))?")
-_NESTED = re.compile(r"\(([^()]*)\)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,20 +268,13 @@ class Plan:
     @property
     def linked(self) -> set[str]:
         """Paths of the source files that target files link to."""
-        return {file.link for file in self.files if file.link}.intersection(file.path for file in self.source.files)
+        return {file.link for file in self.files if file.link}
 
     @property
     def replicas(self) -> int:
         """Number of copies written beyond the first of each block, without linked files."""
         routes = Counter(transfer.route for transfer in self.transfers)
         return sum(count * sum(max(len(files) - 1, 0) for files in route.writes) for route, count in routes.items())
-
-    def explain_memory(self) -> dict[str, int]:
-        """Return the parts of the predicted peak memory in bytes.
-
-        Their sum is `Stats.peak_memory`.
-        """
-        return dict(self.memory)
 
     def encoded(self, file: TargetFile) -> tuple[str, ...]:
         """Return the encoding of a target file in a tuple; empty if it is plain."""
@@ -371,8 +364,7 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
     digest_of_path = dict(zip((file.path for file in plan.source.files), sources, strict=True))
     hashes = []
     for file in plan.files:
-        link = None if file.link in digest_of_path else file.link
-        header = repr((file.path, file.layout.size, link, *plan.encoded(file), *options)).encode()
+        header = repr((file.path, file.layout.size, *plan.encoded(file), *options)).encode()
         hashes.append(sha256(header + literals[file.layout]))
     blocks_by_route: dict[Route, list[tuple[int, int, bytes]]] = {}  # file, number of runs, block digest
     for transfer in plan.transfers:
@@ -386,10 +378,8 @@ def _file_digests(plan: Plan, sources: Sequence[bytes], encryption: object) -> l
         in_files = [sha256(header + repr(runs).encode()).digest() for runs in transfer.write_runs]
         for number, runs, block in blocks_by_route[route]:
             hashes[number].update(in_files[runs] + block)
-    # No block is written for a link: its bytes are determined by the file that it links to.
-    digest_of_path |= {file.path: content_hash.digest() for file, content_hash in zip(plan.files, hashes, strict=True)}
     for file, content_hash in zip(plan.files, hashes, strict=True):
-        if file.link is not None:
+        if file.link is not None:  # no block is written for it
             content_hash.update(digest_of_path[file.link])
     return [content_hash.hexdigest() for content_hash in hashes]
 

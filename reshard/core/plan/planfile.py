@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Plan, Request
     from reshard.core.storage.cipher import Cipher
 
-VERSION = 3
+VERSION = 4
 
 _LARGEST_FILE = 1 << 28
 
@@ -72,18 +72,7 @@ class _OptionsRecord:
         format_ = format_of(options)
         if format_ is None or not isinstance(options, Options):
             raise UsageError(f"a plan with files of {type(options).__name__} cannot be saved", code="not-savable")
-        values = {}
-        for each in fields(options):
-            value = getattr(options, each.name)
-            if each.metadata.get("saved", True):
-                values[each.name] = value
-            elif value != each.default:
-                raise UsageError(
-                    f"a plan of {format_.name} with {each.name} cannot be saved",
-                    code="not-savable",
-                    hint=f"leave {each.name} out",
-                )
-        return cls(format_.name, values)
+        return cls(format_.name, {each.name: getattr(options, each.name) for each in fields(options)})
 
     def read(self) -> Options:
         """Return the options; raise `ValueError` if the record is invalid."""

@@ -9,7 +9,6 @@ A log consists of JSON lines; at URLs, to which nothing can be appended, of seve
     {"file": "rank_0/a.ckpt", "rank": 0, "digest": "9f…", "size": 4096, "header": "e1…"}
                                                          a file: the digest of its plan and sources, and of its header
                                                          (`headers.contents_digest`);
-                                                         "link": the file whose contents it has;
                                                          "replaces": an earlier run's file that has the name till then
     {"file": "rank_0/a.ckpt", "wrote": [[128, 2048, 305419896], …]}
                                                          ranges of the file: begin, bytes, CRC-32C
@@ -100,7 +99,6 @@ class Record:
         rank: the rank of the file; None for a file that is not a checkpoint, such as the index of a set.
         made: the digest of the provenance of the run's files; empty if unknown.
         header: the digest of the header of the file; empty if unknown.
-        link: the file of the same target that it is a link to; else empty.
         upload: at S3, the identifier of the upload that makes it and of its parts; else empty.
         command: the words of the command that wrote it, without passwords; empty if it was another program.
         directory: the directory in which the command ran.
@@ -116,7 +114,6 @@ class Record:
     rank: int | None = None
     made: str = ""
     header: str = ""
-    link: str = ""
     upload: str = ""
     command: tuple[str, ...] = ()
     directory: str = ""
@@ -324,7 +321,6 @@ def _extended(record: Record, line: dict[str, Any], head: dict[str, Any]) -> Rec
             rank=None if rank is None else _rank(rank),
             made=_digest(head.get("made", "")),
             header=_digest(line.get("header", "")),
-            link=str(line.get("link", "")),
             command=tuple(map(str, head.get("command", ()))),
             directory=str(head.get("directory", "")),
         )

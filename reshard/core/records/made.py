@@ -126,12 +126,12 @@ class Made:
     def _changed_contents(self, sizes: Mapping[str, int]) -> str:
         """Return which file has other bytes than were written, by samples; "" if none has."""
         records = known(self.root, self.records, directory=self.ledger).records
-        ranges = {f"{self.root}/{file}": records.get(record.link, record).ranges for file, record in records.items()}
+        ranges = {f"{self.root}/{file}": record.ranges for file, record in records.items()}
         samples = _samples(ranges, sizes)
         for path in sizes:
             if not samples[path]:
                 return (
-                    f"{path} has another time, and the ledger has no checksums (encrypted, or written with --no-fsync)"
+                    f"{path} has another time, and the ledger has no checksums (encrypted, or written without syncing)"
                 )
 
         def change(path: str) -> str:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.layout import Layout
 from reshard.core.model.facts import computed_title
-from reshard.core.records.schema import Count, FormatError, Line, read
+from reshard.core.records.schema import Count, Line
 from reshard.core.storage.places import as_place
 from reshard.strategy.strategy import MOST_RANKS, Placed, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from reshard.core.model.checkpoint import Checkpoint
 
@@ -257,15 +257,6 @@ class SourceRecord:
         pairs = () if source.extras.described_by else zip(source.ranks, source.files, strict=True)
         return cls.of(source, root, [FileRecord(rank, file.path, file.nbytes) for rank, file in pairs])
 
-    @classmethod
-    def noted(cls, notes: Mapping[str, Any]) -> SourceRecord | None:
-        """Return the record in the notes of a zarr store, or None if there is no valid one."""
-        try:
-            result: SourceRecord = read(cls, notes.get("source"))
-        except FormatError:
-            return None
-        return result
-
     def paths(self) -> dict[int, list[str]]:
         """Return the paths of each rank."""
         result: dict[int, list[str]] = {}
@@ -288,10 +279,6 @@ class SourceRecord:
         if self.computation is None:
             return self.root
         return computed_title(self.computation.kind, [each.source.title for each in self.computation.inputs])
-
-    def is_of(self, other: SourceRecord) -> bool:
-        """Return whether files and layouts are those of another record, wherever they are."""
-        return (self.strategy, self.rules, self.files) == (other.strategy, other.rules, other.files)
 
 
 @dataclass(frozen=True, slots=True)

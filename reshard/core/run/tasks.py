@@ -320,7 +320,7 @@ def commit_files(plan: Plan, files: Sequence[int], directory: str, options: Task
     for number in files:
         file = plan.files[number]
         if file.link is not None:
-            store.link(os.path.join(directory, file.link), unfinished(plan, number, directory))
+            store.link(file.link, unfinished(plan, number, directory))
         elif not positioned:
             write_literals(plan, number, directory, sync=options.fsync)
         if positioned and file.link is None:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard.arguments import checked_fields
 from reshard.core.layout.block import Block
 from reshard.core.model.entries import Content, FileLayout
-from reshard.core.options import Options, option, unsaved
+from reshard.core.options import Options, option
 from reshard.core.records.schema import plain
 from reshard.core.storage.crc import crc32c
 from reshard.dtypes import INT4
@@ -93,8 +93,6 @@ class ZarrGroup(Options):
         shard_size: the maximum bytes of chunks in a shard; 0 for no shards; None for shards if chunks are small. Not
             an option for users.
         compression: None, or `zstd` with a level, as in `zstd:3` (the level is 0, zstd's own choice, if left out).
-        times: record the times of the source files too, so that a later run can detect changes. Without them, the same
-            source gives the same bytes at any path.
 
     Raises:
         UsageError: a chunk size below 1, a shard size below 0, or an unknown compression.
@@ -108,7 +106,6 @@ class ZarrGroup(Options):
     )
     shard_size: int | None = None
     compression: str | None = option("zstd, or zstd:LEVEL like zstd:3.", "text", shown="none", metavar="CODEC")
-    times: bool = unsaved(False)
 
     def __post_init__(self) -> None:
         for kind, size, least in (("chunk", self.chunk_size, 1), ("shard", self.shard_size, 0)):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from math import prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -81,7 +80,7 @@ class ZarrStore(Target):
         if request.target or request.is_partial or request.remove_redundancy:
             raise UsageError(
                 "a zarr store holds whole tensors", code="needs-whole-tensors",
-                hint="leave the target strategy, ranks, redundancy and links out",
+                hint="leave the target strategy, ranks and redundancy out",
             )  # fmt: skip
         return request
 
@@ -113,7 +112,7 @@ class ZarrStore(Target):
             "tensors": list(items),
             "texts": {item.name: item.tensor.text for item in texts},
             "notes": merged_notes(self._source.files, {}, deduplicated=False),
-            "source": source_record(self._source, times=self._group.times),
+            "source": source_record(self._source),
             "version": __version__,
             **({"common": common} if common else {}),
         }
@@ -210,21 +209,15 @@ def _layouts(array: Array, name: str) -> Iterator[FileLayout]:
         yield by_key[key]
 
 
-def source_record(source: Checkpoint, *, times: bool) -> SourceRecord:
+def source_record(source: Checkpoint) -> SourceRecord:
     """Return the record of a source for a store, with file paths relative to their common directory.
 
-    Args:
-        source: the checkpoint.
-        times: include the times of the files, to detect changes. Without them the result does not depend on the
-            location and age of the files.
+    The same source gives the same record at any path, so it has no times of files.
     """
-    computation = ComputationRecord.of(source, partial(source_record, times=times))
+    computation = ComputationRecord.of(source, source_record)
     if computation is not None:
         return SourceRecord.of(source, "", (), computation=computation)
     pairs = {f.path: (rank, f) for rank, f in zip(source.ranks, source.files, strict=True) if f.inputs is None}
     base = os.path.commonpath([PurePath(path).parent for path in pairs]) if pairs else ""
-    files = [
-        FileRecord(rank, os.path.relpath(path, base), file.nbytes, version=str(file.mtime_ns) if times else "")
-        for path, (rank, file) in pairs.items()
-    ]
+    files = [FileRecord(rank, os.path.relpath(path, base), file.nbytes) for path, (rank, file) in pairs.items()]
     return SourceRecord.of(source, "", files)

@@ -269,8 +269,8 @@ def _lines(file: str, record: Record) -> Iterable[Line]:
     """Yield the log lines of a record; none exceeds the length limit of readers."""
     if record.digest:
         begun = {"file": file, "rank": record.rank, "digest": record.digest, "size": record.size}
-        begun |= {key: value for key, value in (("header", record.header), ("link", record.link)) if value}
-        yield begun | ({"replaces": record.replaces} if record.replaces else {})
+        more = {"header": record.header, "replaces": record.replaces}
+        yield begun | {key: value for key, value in more.items() if value}
     for first in range(0, len(record.wrote), 3 * RANGES_A_LINE):
         numbers = record.wrote[first : first + 3 * RANGES_A_LINE]
         yield {"file": file, "wrote": list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))}

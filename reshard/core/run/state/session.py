@@ -383,10 +383,8 @@ class Session:
         for file in (self._whole.files[number] for number in numbers):
             planned, ours = self._planned[file.path], self._fates[file.path].ours
             rank = file.rank if file.layout.contents or not file.last else None
-            header, link = headers.get(file.layout, ""), file.link if file.link in self._planned else ""
-            records[file.path] = Record(
-                planned.digest, planned.size, replaces=ours, rank=rank, header=header, link=link or ""
-            )
+            header = headers.get(file.layout, "")
+            records[file.path] = Record(planned.digest, planned.size, replaces=ours, rank=rank, header=header)
         return records
 
     def _note_kept(self) -> None:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class Checksums(Mapping[str, Mapping[str, int]]):
     """A lazy mapping of target file to tensor to the CRC-32C of its contents.
 
-    A block with parts that were written twice, around a crash, may have no checksum. A linked file has the checksums of
-    its link target.
+    A block with parts that were written twice, around a crash, may have no checksum; a linked file has none.
 
     Attributes:
         root: the target directory.
@@ -44,7 +43,7 @@ class Checksums(Mapping[str, Mapping[str, int]]):
 
     def __getitem__(self, path: str) -> dict[str, int]:
         file = self._files[path]
-        wrote = longest(self.load().get(file.link or path, Record()).ranges)
+        wrote = longest(self.load().get(path, Record()).ranges)
         sums = {content.name: sum_of(content.runs, wrote) for content in file.layout.contents if content.text is None}
         return {name: value for name, value in sums.items() if value is not None}
 

@@ -103,7 +103,7 @@ class UniversalTarget(Target):
         if request.target or request.is_partial or request.remove_redundancy:
             raise UsageError(
                 "a Universal Checkpoint of DeepSpeed holds whole tensors", code="needs-whole-tensors",
-                hint="leave the target strategy, ranks, redundancy and links out",
+                hint="leave the target strategy, ranks and redundancy out",
             )  # fmt: skip
         opened = source.opened
         if opened.extras.described_by != DESCRIBED_BY:
