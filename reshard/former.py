@@ -53,3 +53,20 @@ NAMES = {
     **dict.fromkeys(("UnansweredError", "UnsentError"), _OF_SOURCES),
 }
 """Names of the module `reshard`."""
+
+KEYWORDS = {
+    "cipher": "a written target has target_cipher",
+    "files": _OF_FORMATS,
+    "format": "it is to=",
+    "iteration": "it is step=",
+    "layouts_of": "target_strategy= takes a checkpoint, too",
+    "link_replicas": "remove_redundancy=True stores each block once",
+    "scheduler": "it is client=",
+    "seed": "each sample is chosen anew",
+    "shard_size": "small chunks share files of 64 MiB",
+    "source_cipher": "it is cipher=, and that of the target is target_cipher=",
+    "stage": "it is target_stage=",
+    "step": "it is target_step=",
+    "strategy": "it is target_strategy=",
+}
+"""Keywords of functions of the module `reshard`."""

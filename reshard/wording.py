@@ -47,7 +47,6 @@ PYTHON = Words(
         "layout": ("layout", "layout={{{!r}: {!r}}}"),
         "let": ("let={{{!r}: N}}",),
         "lora_alpha": ("alpha=... to reshard.LoRA",),
-        "iteration": ("step", "step={}"),
         "lora_tied": ("tied={!r} to reshard.LoRA",),
         "memory": ("memory=...", "memory={:_}"),
         "model_config": ("config=...",),

@@ -10,7 +10,7 @@ import numpy as np
 
 import reshard
 from reshard.api.choices import selection_of, target_of
-from reshard.api.options import SelectionOptions, taken
+from reshard.api.options import SelectionKeywords, taken
 from reshard.api.plans import Plan
 from reshard.core.model.entries import Content
 from reshard.core.plan.make import plan as make_plan
@@ -163,7 +163,7 @@ def places(layout: FileLayout) -> dict[str, Runs]:
 
 def plan_with(source: reshard.Checkpoint, target: Any = None, *, files: Any, format: Any = None, **options: Any) -> Any:
     """A plan with options of a format as an object, or with another way to lay out files of ranks."""
-    selection = selection_of(**taken(options, SelectionOptions))
+    selection = selection_of(**taken(options, SelectionKeywords))
     record, memory = source._record, size_of(options.pop("memory", None), "memory")
     layout, stage = target_of(target, record, selection), options.pop("target_stage", None)
     return Plan(

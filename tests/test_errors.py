@@ -7,6 +7,7 @@ import inspect
 import pickle
 import re
 from pathlib import Path
+from typing import TypeGuard
 
 import click
 import pytest
@@ -193,6 +194,25 @@ def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> 
     assert own
     for form, name in zip(own, beyond, strict=True):
         assert name.split("=")[0] in (opening if form != name else theirs), form
+
+
+OF_OTHERS = {"--dist-ckpt-strictness", "--finetune", "--ckpt-format", "--scheduler-file", "--descriptor"}
+"""Options of other programs that texts name."""
+
+
+def test_every_option_in_the_text_of_a_module_is_one() -> None:
+    """In help and messages, which are not all made of an `Option`."""
+    known = options_of(cli) | OF_OTHERS | {"--help", "--version", "--depth"}
+    for path in sorted(Path(reshard.__file__).parent.rglob("*.py")):
+        if path.stem == "former":
+            continue
+        texts = [node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if is_text(node)]
+        named = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", text)}
+        assert {flag for flag in named if not flag.startswith("--jp-")} <= known, path
+
+
+def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def test_no_hint_tells_to_remove_a_file_first() -> None:

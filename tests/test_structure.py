@@ -136,7 +136,7 @@ NAMING = {
 OF_FORMATS = {
     ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("cli.groups.strategy", "ranks"), ("cli.main", "ranks"),
     ("core.plan.make", "ranks"), ("core.plan.make", "sets"), ("core.run.state.beside", "ranks"),
-    ("core.verify.manifest", "ranks"), ("core.verify.verify", "ranks"), ("formats.catalog", "ranks"),
+    ("core.verify.by_manifest", "ranks"), ("core.verify.verify", "ranks"), ("formats.catalog", "ranks"),
     ("formats.made", "ranks"), ("formats.open", "ranks"),
     ("formats.reopen", "ranks"), ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),
     ("mindspore.unified", "sets"),

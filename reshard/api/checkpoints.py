@@ -102,7 +102,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     """
     options: dict[str, Any] = {
         "strategy": strategy, "rank_pattern": rank_pattern, "suffix": suffix, "layouts": layout, "stage": stage,
-        "partial": partial, "iteration": step, "cipher": cipher, "contents": contents,
+        "partial": partial, "step": step, "cipher": cipher, "contents": contents,
     }  # fmt: skip
     if opened_by := knowing(path):
         from reshard.api.writing import open_value  # it brings dask

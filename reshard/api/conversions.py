@@ -9,7 +9,7 @@ from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import carried_out, selection_of
 from reshard.api.formats import target_options
 from reshard.api.jobs import job
-from reshard.api.options import RunningOptions, SelectionOptions, taken
+from reshard.api.options import RunKeywords, SelectionKeywords, taken
 from reshard.arguments import checked
 from reshard.core.listing import OpenOptions
 from reshard.core.plan.changes import refuse_unused
@@ -69,8 +69,8 @@ def convert(
     given: dict[str, Any] = {**options}
     cipher, dequantize = given.pop("cipher", None), given.pop("dequantize", None)
     refuse_options_of_paths(source, source_strategy=source_strategy, cipher=cipher)
-    selection = selection_of(**taken(given, SelectionOptions))
-    how = taken(given, RunningOptions)
+    selection = selection_of(**taken(given, SelectionKeywords))
+    how = taken(given, RunKeywords)
     use_options(how.pop("storage_options", None), *([] if isinstance(source, Checkpoint) else [source]), target)
     progress = how.pop("progress", None)
     wanted = target_options(given, "convert", to=to, target_strategy=target_strategy)

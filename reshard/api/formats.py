@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reshard.api.asked import TargetOptions
-from reshard.api.options import FORMER
+from reshard.api.options import unexpected
 from reshard.core.format import named, targets, written
 from reshard.core.options import option_fields, takers
 from reshard.core.storage.places import as_place
@@ -156,8 +156,7 @@ def given_options(keywords: Mapping[str, Any], function: str) -> dict[str, Any]:
     result = {}
     for name, value in keywords.items():
         if name not in known:
-            advice = f"; {FORMER[name]}" if name in FORMER else ""
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
+            raise unexpected(function, name)
         field = known[name]
         if value is not None:
             plain = argument(name, _KINDS[field.kind], value)

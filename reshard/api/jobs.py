@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Plan
     from reshard.core.storage.places import AnyName, Place
 
-_SHARDED = {"stage": "stage", "iteration": "iteration", "partial": "partial", "layouts": "layout"}
+_SHARDED = {"stage": "stage", "step": "step", "partial": "partial", "layouts": "layout"}
 """The fields of `OpenOptions` for the sharding of a source, and the options that set them."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from reshard.former import KEYWORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -16,10 +18,8 @@ if TYPE_CHECKING:
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
 
-T = TypeVar("T")
 
-
-class SelectionOptions(TypedDict, total=False):
+class SelectionKeywords(TypedDict, total=False):
     """Which tensors, under which names, as which dtypes: each as in `reshard.Selection`.
 
     Attributes:
@@ -47,7 +47,7 @@ class SelectionOptions(TypedDict, total=False):
     selection: Selection | None
 
 
-class TargetOptions(TypedDict, total=False):
+class TargetKeywords(TypedDict, total=False):
     """What is written; `reshard formats` says which formats take which options.
 
     Attributes:
@@ -80,7 +80,7 @@ class TargetOptions(TypedDict, total=False):
     link: bool
 
 
-class RunningOptions(TypedDict, total=False):
+class RunKeywords(TypedDict, total=False):
     """How a target is written: each as in `Plan.run`.
 
     Attributes:
@@ -98,15 +98,15 @@ class RunningOptions(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
 
 
-class PlanOptions(SelectionOptions, TargetOptions, total=False):
+class PlanOptions(SelectionKeywords, TargetKeywords, total=False):
     """The options of `reshard.plan`."""
 
 
-class WriteOptions(TargetOptions, RunningOptions, total=False):
+class WriteOptions(TargetKeywords, RunKeywords, total=False):
     """The options of `reshard.write`."""
 
 
-class ConvertOptions(SelectionOptions, TargetOptions, RunningOptions, total=False):
+class ConvertOptions(SelectionKeywords, TargetKeywords, RunKeywords, total=False):
     """The options of `reshard.convert`.
 
     Attributes:
@@ -121,7 +121,7 @@ class ConvertOptions(SelectionOptions, TargetOptions, RunningOptions, total=Fals
     same_ranks: bool
 
 
-class VerifyOptions(SelectionOptions, total=False):
+class VerifyOptions(SelectionKeywords, total=False):
     """The options of `reshard.verify`; those of a selection say how the target was made from the source.
 
     Attributes:
@@ -163,19 +163,7 @@ def taken(options: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in kind.__annotations__ if name in options}
 
 
-FORMER = {
-    "cipher": "a written target has target_cipher",
-    "files": "give to= and the options of the format, such as to='hf', max_shard_size='4GB'",
-    "format": "it is to=",
-    "iteration": "it is step=",
-    "layouts_of": "target_strategy= takes a checkpoint, too",
-    "link_replicas": "remove_redundancy=True stores each block once",
-    "scheduler": "it is client=",
-    "seed": "each sample is chosen anew",
-    "shard_size": "small chunks share files of 64 MiB",
-    "source_cipher": "it is cipher=, and that of the target is target_cipher=",
-    "stage": "it is target_stage=",
-    "step": "it is target_step=",
-    "strategy": "it is target_strategy=",
-}
-"""Keywords of the program before its first release, and what there is in their place."""
+def unexpected(function: str, name: str) -> TypeError:
+    """Return the error for a keyword that a function does not have; one of old is told today's word."""
+    advice = f"; {KEYWORDS[name]}" if name in KEYWORDS else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")

@@ -10,7 +10,7 @@ from reshard.api.checkpoints import record_of
 from reshard.api.choices import refuse_format, run_plan, selection_of
 from reshard.api.formats import CUT, check_options, like, target_options
 from reshard.api.jobs import planned
-from reshard.api.options import SelectionOptions, taken
+from reshard.api.options import SelectionKeywords, taken
 from reshard.arguments import checked
 from reshard.core.format import written
 from reshard.core.plan.changes import refuse_unused
@@ -85,7 +85,7 @@ def plan(
     record = record_of(source)
     given: dict[str, Any] = {**options}
     refuse_format(target_strategy, f"give it as to={target_strategy!r}")
-    chosen: dict[str, Any] = taken(given, SelectionOptions)
+    chosen: dict[str, Any] = taken(given, SelectionKeywords)
     if (selection := chosen.get("selection")) is not None:
         drop, may_lack = globs(chosen.pop("drop", ())), globs(chosen.pop("allow_missing", ()))
         chosen["selection"] = replace(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.api.asked import refuse_options_of_paths
 from reshard.api.checkpoints import Checkpoint, record_of
 from reshard.api.choices import progress_of, selection_of
-from reshard.api.options import FORMER, SelectionOptions, VerifyOptions, taken
+from reshard.api.options import SelectionKeywords, VerifyOptions, taken, unexpected
 from reshard.arguments import checked
 from reshard.core.run.clusters.where import refuse_unshared
 from reshard.core.storage.urls.s3.options import use_options
@@ -71,7 +71,7 @@ def verify(
     True
     """
     given: dict[str, Any] = {**options}
-    selection = selection_of(**taken(given, SelectionOptions))
+    selection = selection_of(**taken(given, SelectionKeywords))
     cipher, target_cipher = given.pop("cipher", None), given.pop("target_cipher", None)
     advice = "leave it out; another checkpoint to compare with is against="
     refuse_options_of_paths(target, advice, target_strategy=target_strategy, target_cipher=target_cipher)
@@ -83,9 +83,7 @@ def verify(
         selection = as_it_is(selection, against)
     progress, memory = given.pop("progress", None), size_of(given.pop("memory", None), "memory")
     if unknown := given.keys() - VerifyOptions.__annotations__.keys():
-        name = min(unknown)
-        advice = f"; {FORMER[name]}" if name in FORMER else ""
-        raise TypeError(f"verify() got an unexpected keyword argument {name!r}{advice}")
+        raise unexpected("verify", min(unknown))
     with progress_of(progress) as callback:
         return verify_record(
             _opened(target), target_strategy, against=_opened(against), source_strategy=source_strategy,

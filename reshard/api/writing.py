@@ -14,7 +14,7 @@ from dask.base import is_dask_collection
 from reshard.api.choices import carried_out
 from reshard.api.formats import target_options
 from reshard.api.jobs import job, with_format
-from reshard.api.options import RunningOptions, taken
+from reshard.api.options import RunKeywords, taken
 from reshard.arguments import checked
 from reshard.core.format import options_refused
 from reshard.core.listing import OpenOptions
@@ -190,7 +190,7 @@ def write(
     if not arrays:
         raise UsageError("there are no arrays to write", code="no-tensors")
     given: dict[str, Any] = {**options}
-    how = taken(given, RunningOptions)
+    how = taken(given, RunKeywords)
     use_options(how.pop("storage_options", None), target)
     progress, threads = how.pop("progress", None), given.get("threads")
     source = assign(Checkpoint(ARRAYS, {}, (), (), opening=Opening(by_file=True)), arrays)

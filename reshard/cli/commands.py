@@ -109,7 +109,7 @@ class GroupedOption(click.Option):
         under: its group.
         in_short_help: whether `--help` shows it, with its first sentence; `--help-all` shows every option in full.
         of_formats: the help of an option that only some formats take, by the format; shown with `--to` that format.
-        more: the options that a value of this one brings; see `Command.get_params`.
+        more: of `--to`: returns the options of a format of another package.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class GroupedOption(click.Option):
         under: Heading,
         in_short_help: bool = False,
         of_formats: Mapping[str, str] = MappingProxyType({}),
-        more: Callable[[str], Sequence[GroupedOption]] = lambda _: (),
+        more: Callable[[str], Sequence[GroupedOption]] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -210,12 +210,8 @@ class Command(click.Command):
         if "--json" in arguments and any("--json" in param.opts for param in self.params):
             ctx.meta[JSON] = True  # also if an option before it is refused
         ctx.meta[_TO] = _given(arguments).get("--to", "")
-        ctx.meta[_OF_TO] = [
-            each
-            for param in self.params
-            if isinstance(param, GroupedOption) and param.name == "to"
-            for each in param.more(ctx.meta[_TO])
-        ]
+        ours = [param for param in self.params if isinstance(param, GroupedOption)]
+        ctx.meta[_OF_TO] = [each for param in ours if param.more for each in param.more(ctx.meta[_TO])]
         words = [*ctx.command_path.rpartition("reshard")[2].split(), *arguments]
         ctx.meta[TYPED] = tuple(_without_secrets(word) for word in words if word not in _DESTRUCTIVE)
         extra = super().parse_args(ctx, args)

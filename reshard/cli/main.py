@@ -213,7 +213,7 @@ def inspect(
         raise UsageError("--json and --csv exclude each other", code="conflicting-options", hint="leave one out")
     if picture is not None and (as_json or as_csv):
         raise UsageError("--picture is drawn for a terminal", hint="leave out --json or --csv", code="bad-options")
-    iterations = iterations_at(source) if opening.iteration is None else []
+    iterations = iterations_at(source) if opening.step is None else []
     if iterations and not (as_json or as_csv):  # even if no iteration can be opened
         print_text(f"{runs_text(Runs(str(source), iterations), width=width())}\n")
     unruled = opening.strategy is None and not opening.layouts and opening.stage is None

@@ -183,16 +183,14 @@ def drop_option(text: str) -> GroupedOption:
     return option("--drop", under="Tensors", multiple=True, metavar="GLOB", help=text)
 
 
-def opening_flag(name: str, side: str = "") -> str:
+def opening_flag(name: str) -> str:
     """Return the flag of a field of `OpenOptions`.
 
-    >>> opening_flag("layouts"), opening_flag("layouts", "target-")
-    ('--layout', '--target-layout')
+    >>> opening_flag("layouts"), opening_flag("rank_pattern")
+    ('--layout', '--rank-pattern')
     """
-    return f"--{side}{_FLAGS.get(name, name.replace('_', '-'))}"
+    return f"--{'layout' if name == 'layouts' else name.replace('_', '-')}"
 
-
-_FLAGS = {"layouts": "layout", "iteration": "step"}
 
 _LAYOUT: dict[str, Any] = {"multiple": True, "metavar": "NAME=RULE", "callback": layout_rules}
 _OPENING = (
@@ -215,7 +213,7 @@ _OPENING = (
         help="Only this stage of a pipeline source; with --source-strategy of that stage or of all.",
     ),
     _source(
-        "--step", "iteration", **_NUMBER,
+        "--step", **_NUMBER,
         help="Which checkpoint of a run's directory; by default the one that the run names as its last.",
     ),
     _source("--partial", is_flag=True, help="The source may lack ranks, but not the blocks that are needed."),
@@ -329,12 +327,6 @@ def _keep(parse: Callable[..., Any] | None, ctx: click.Context, param: click.Par
     ctx.meta.setdefault(_OF_PACKAGE, {})[str(param.name)] = parse(ctx, param, value) if parse else value
 
 
-def _of_formats(formats: Sequence[Format], *names: str, help: str, **attrs: Any) -> GroupedOption:  # noqa: A002 -- click's
-    """Return an option of some formats that their classes of options do not have."""
-    return _target(*names, of_formats={each.name: help for each in formats}, **attrs)
-
-
-_ENCRYPTED = "ckpt"
 _OF_PACKAGE = "reshard.options of a package"
 
 _BY_OPTION = takers(targets())
@@ -351,11 +343,13 @@ target_options = record(
         "[default: as TARGET is named, else as SOURCE]",
     ),
     *_OF_FORMATS,
-    _of_formats(
-        [each for each in targets() if each.one_file],
+    _target(
         "--same-ranks", is_flag=True,
-        help="Keep each rank's blocks as they are; only format and --drop apply, and --rules if SOURCE is one file. No "
-        "strategy is needed.  [default: if nothing says how SOURCE was sharded, and --to is given]",
+        of_formats=dict.fromkeys(
+            [each.name for each in targets() if each.one_file],
+            "Keep each rank's blocks as they are; only format and --drop apply, and --rules if SOURCE is one file. No "
+            "strategy is needed.  [default: if nothing says how SOURCE was sharded, and --to is given]",
+        ),
     ),
     _target(
         "--ranks", callback=rank_list, metavar="LIST",
@@ -366,8 +360,7 @@ target_options = record(
     ),
     memory_option,
     target_key_option,
-    _of_formats(
-        [each for each in targets() if each.name == _ENCRYPTED],
+    _target(
         "--encryption", type=click.Choice(MODES),
         help=f"How .ckpt files of TARGET are encrypted, with --target-key-file.  [default: {MODE}, as by MindSpore]",
     ),

@@ -50,7 +50,6 @@ OPTIONS = Words(
         "cast": ("--cast", "--cast {}={}"),
         "client": ("--cluster", "--cluster {}"),
         "drop": ("--drop '{}'",),
-        "iteration": ("--step", "--step {}"),
         "key": _KEY,
         "layout": ("--layout", "--layout '{}={}'"),
         "let": ("--let {}=N",),

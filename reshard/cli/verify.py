@@ -76,7 +76,8 @@ _checking_options = record(
     ),
     _target(
         "--manifest", in_short_help=True, type=READ_PLACE, metavar="FILE",
-        help="Compare the files of TARGET with the checksums in FILE. Sizes are compared, too; no strategy is needed.",
+        help="Compare the files of TARGET with the checksums in FILE. Sizes are compared, too; no strategy is needed. "
+        "With --partial TARGET may lack some of them.",
     ),
     option(
         "--write-manifest", under="Output", in_short_help=True, type=WRITE_PLACE, metavar="FILE",
@@ -197,7 +198,7 @@ def verify(
 
     manifest, quiet = checking.manifest, checking.quiet
     opening, target_opening = _of_sides(opening, target_opening, compared=source is not None)
-    _check_usage(source, opening, checking)
+    _check_usage(source, opening, target_opening, checking)
     if checking.write_manifest is not None:
         _refuse_keys({"--target-key-file": target_opening.cipher, "--key-file": opening.cipher})
         _make(target, checking.write_manifest, target_opening, checking)
@@ -228,7 +229,7 @@ def verify(
         )  # fmt: skip
         verification: Verification
         if manifest is not None:
-            verification = verify_target(target, manifest=manifest)
+            verification = verify_target(target, manifest=manifest, partial=target_opening.partial)
         elif not has_options:
             verification = verify_target(target)
         else:
@@ -269,13 +270,17 @@ def _of_sides(opening: OpenOptions, target_opening: OpenOptions, *, compared: bo
     """Return the options of the source and of the target: without a source, those that both know are the target's."""
     if compared:
         return opening, replace(target_opening, partial=opening.partial and target_opening.strategy is not None)
-    names = ("rank_pattern", "suffix", "iteration", "partial")
+    names = ("rank_pattern", "suffix", "step", "partial")
     shared = {name: getattr(opening, name) for name in names}
     none = {name: getattr(OpenOptions(), name) for name in names}
     return replace(opening, **none), replace(target_opening, **shared)
 
 
-def _check_usage(source: Place | None, opening: OpenOptions, checking: Checking) -> None:
+_OF_MANIFESTS = {"--manifest": {"partial"}, "--write-manifest": {"rank_pattern", "suffix"}}
+"""The options of opening TARGET that go with a manifest."""
+
+
+def _check_usage(source: Place | None, opening: OpenOptions, target_opening: OpenOptions, checking: Checking) -> None:
     """Refuse options that would have no effect."""
     values = {"--against": source, "--manifest": checking.manifest, "--write-manifest": checking.write_manifest}
     ways = [flag for flag, value in values.items() if value is not None]
@@ -301,6 +306,11 @@ def _check_usage(source: Place | None, opening: OpenOptions, checking: Checking)
         )
     if not ways:
         return
+    for name in target_opening.given:
+        if name not in _OF_MANIFESTS[ways[0]]:
+            side = "target-" if name in {"layouts", "stage"} else ""
+            flag = opening_flag(name).replace("--", f"--{side}")
+            raise UsageError(f"{flag} does not go with {ways[0]}", code="no-effect", hint="leave it out")
     if checking.deduplicated:
         raise UsageError(
             "--deduplicated is for a strategy; a manifest says what each file holds",
@@ -325,7 +335,7 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
     """Make a manifest, and write it."""
     from reshard.core.storage.places import as_place
     from reshard.core.storage.small import refuse_existing, refuse_inputs
-    from reshard.core.verify.manifest import make_manifest, write_manifest
+    from reshard.core.verify.manifest import Manifest
     from reshard.core.verify.sides import options_of
     from reshard.formats.open import files_read, read_headers
     from reshard.view.text import count_text
@@ -336,11 +346,11 @@ def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) 
         advice = "choose another name for the manifest"
         refuse_inputs([path], files_read(target, files), f"one of the files of {target}", advice)
     with options_of("target"), progress(quiet=checking.quiet, words=("reading", "reading")) as callback:
-        manifest = make_manifest(
+        manifest = Manifest.make(
             target, rank_pattern=opening.rank_pattern, suffix=opening.suffix, threads=checking.threads,
             progress=callback,
         )  # fmt: skip
-    write_manifest(manifest, path, overwrite=checking.overwrite)
+    manifest.write(path, overwrite=checking.overwrite)
     wrote()
     if not checking.quiet:
         say(f"wrote {path}: {count_text(manifest.checksums, 'checksum')} of {count_text(len(manifest.files), 'file')}")

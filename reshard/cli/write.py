@@ -187,8 +187,8 @@ def average(
                 hint="name the directory of the run alone, or leave --last out",
             )  # fmt: skip
         else:
-            numbers = newest_iterations(paths[0], last, opening.iteration)
-            pairs = [(paths[0], replace(opening, iteration=number)) for number in numbers]
+            numbers = newest_iterations(paths[0], last, opening.step)
+            pairs = [(paths[0], replace(opening, step=number)) for number in numbers]
         checkpoints = []
         for (path, each), strategy in zip(pairs, _strategies(pairs, openings), strict=True):
             with noting_swap(path, replace(each, strategy=strategy), options.target_strategy):

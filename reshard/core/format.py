@@ -70,7 +70,7 @@ class Found:
         """
         options = options or OpenOptions()
         given = {*options.given} | ({"strategy"} if options.strategy is not None else set())
-        takes = self.format.takes | {"iteration"}
+        takes = self.format.takes | {"step"}
         if given - takes or ("cipher" not in takes and required(options.cipher)):
             raise options_refused(self.place)
         try:
@@ -378,16 +378,16 @@ def format_of(options: object) -> Format | None:
     return None
 
 
-def find(here: Listing, iteration: int | None = None) -> Found:
+def find(here: Listing, step: int | None = None) -> Found:
     """Return the checkpoint in a directory, or of a file, as the first format that recognises it finds it.
 
     What no other format recognises is taken for files of ranks, which are opened by a strategy.
 
     Args:
         here: the directory, or a file.
-        iteration: a step is asked for, which stores do not have.
+        step: the step that is asked for, which stores do not have.
     """
-    known = [each for each in formats() if iteration is None or each.has_steps]
+    known = [each for each in formats() if step is None or each.has_steps]
     asked = [each for each in known if each.describes]
     others = [each for each in known if not each.describes]
     found = _first(asked, here)

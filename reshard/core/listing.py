@@ -133,7 +133,7 @@ class OpenOptions:
         suffix: the end of the names of the files.
         layouts: how tensors are cut, by name or glob.
         stage: the pipeline stage that the source is.
-        iteration: the step of a run.
+        step: which checkpoint of a run.
         partial: whether ranks may be missing.
         cipher: decrypts the files.
     """
@@ -143,7 +143,7 @@ class OpenOptions:
     suffix: str | None = None
     layouts: Mapping[str, str] = field(default_factory=dict)
     stage: int | Literal["own"] | None = None
-    iteration: int | None = None
+    step: int | None = None
     partial: bool = False
     cipher: Cipher | None = None
 

@@ -64,7 +64,7 @@ class Runs(Format):
 
     name = "run"
     title = "run"
-    takes = frozenset({"strategy", "layouts", "iteration"})
+    takes = frozenset({"strategy", "layouts", "step"})
     is_deep = True
 
     @property
@@ -80,7 +80,7 @@ class Runs(Format):
         """See `Format`."""
         run = run_at(found.here)
         assert run is not None  # noqa: S101 -- it was found
-        directory = checkpoint_of(run, options.iteration)
+        directory = checkpoint_of(run, options.step)
         step = find(Listing(directory))
         if not step.format.describes:
             raise SourceError(
@@ -88,8 +88,8 @@ class Runs(Format):
                 facts=[f"the checkpoints of a run are of {names([each.title for each in formats() if each.runs])}"],
                 hint="open it by its own path",
             )  # fmt: skip
-        checkpoint = step.open(replace(options, iteration=None), contents=contents)
-        warnings = newer(run, directory) if options.iteration is None else []
+        checkpoint = step.open(replace(options, step=None), contents=contents)
+        warnings = newer(run, directory) if options.step is None else []
         return replace(checkpoint, warnings=(*warnings, *checkpoint.warnings))
 
     def listed(self, tree: Directory) -> Iterator[tuple[Candidate, tuple[str, ...]]]:  # noqa: ARG002 -- steps are listed
@@ -162,7 +162,7 @@ def checkpoint_of(run: Run, iteration: int | None) -> Place:
                 f"{root} has no {layout.tracker}, which says which iteration is complete",
                 code="missing-tracker",
                 facts=[f"it has {available}"],
-                hint=Text("pass ", Option("iteration", max(steps))),
+                hint=Text("pass ", Option("step", max(steps))),
             )
         if layout.by_name:
             return _named(run, available)

@@ -75,7 +75,7 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
     if isinstance(path, Mapping):
         return open_ranks(path, asked, contents=contents)
     here = Listing(as_place(path))
-    found = find(here, asked.iteration)
+    found = find(here, asked.step)
     _check_iteration(found, asked)
     return found.open(asked, contents=contents)
 
@@ -86,10 +86,10 @@ def _check_iteration(found: Found, options: OpenOptions) -> None:
     Raises:
         SourceError: it is not the step that is asked for.
     """
-    is_one = found.format.describes and "iteration" not in found.format.takes
-    if is_one and options.iteration not in {None, iteration_of(found.place, numbered=True)}:
+    is_one = found.format.describes and "step" not in found.format.takes
+    if is_one and options.step not in {None, iteration_of(found.place, numbered=True)}:
         raise SourceError(
-            f"{found.place} is one checkpoint, not a run with iteration {options.iteration}",
+            f"{found.place} is one checkpoint, not a run with step {options.step}",
             code="no-such-iteration",
             hint="open the directory of the run",
         )

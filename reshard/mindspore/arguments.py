@@ -54,7 +54,7 @@ WORDS = Words(
     PYTHON.rule,
     {
         **PYTHON.exceptions,
-        "iteration": ("step to reshard.open", "step={} to reshard.open"),
+        "step": ("step to reshard.open", "step={} to reshard.open"),
         "key": ("dec_key", "dec_key=key, dec_mode={!r}"),
         "layout": ("layout={{{!r}: {!r}}} to reshard.open",),
         "partial": ("partial=True to reshard.open",),

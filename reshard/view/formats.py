@@ -61,7 +61,7 @@ def options_text(name: str, width: int | None) -> str:
 
 
 def _shown() -> Iterator[Format]:
-    return (each for each in formats(packages=True) if "iteration" not in each.takes)  # the directory of a run is none
+    return (each for each in formats(packages=True) if "step" not in each.takes)  # the directory of a run is none
 
 
 def _is_read(format_: Format) -> bool:

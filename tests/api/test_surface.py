@@ -89,7 +89,7 @@ def test_every_option_is_explained_once(function: Any) -> None:
 def of_formats() -> set[str]:
     """The options of single formats, which the classes of options have, too, for editors."""
     found = {*takers(targets())}
-    assert found <= options.TargetOptions.__annotations__.keys()
+    assert found <= options.TargetKeywords.__annotations__.keys()
     return found
 
 

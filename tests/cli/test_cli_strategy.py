@@ -139,6 +139,14 @@ def test_make_writes_what_mindspore_compiles(real: Path, tmp_path: Path, text: s
     done("convert", *source(real), tmp_path / "out", "--target-strategy", output)
 
 
+def test_make_takes_drop_without_rules_and_predict_with_them(real: Path, tmp_path: Path) -> None:
+    rules, output = written(tmp_path / "r.yaml", RULES), tmp_path / "dst.ckpt"
+    like = ("--like", *source(real), "-o", output)
+    failed(2, "no-effect", "strategy", "make", rules, *like, "--drop", "x", places=("--drop",))
+    failed(2, "no-effect", "strategy", "make", *like, "--predict", "--drop", "x", places=("--predict",))
+    assert not output.exists()
+
+
 def test_make_replaces_nothing_unasked(real: Path, tmp_path: Path) -> None:
     rules, output = written(tmp_path / "r.yaml", RULES), written(tmp_path / "dst.ckpt", "mine")
     failed(6, "already-exists", "strategy", "make", rules, "--like", *source(real), "-o", output, places=(output,))

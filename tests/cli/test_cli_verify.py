@@ -132,6 +132,17 @@ def test_a_manifest(folder: Path) -> None:
     failed(4, "outside-directory", "verify", "moved", "--manifest", "m.json", places=("m.json", "'../x'"))
 
 
+def test_a_manifest_of_files_that_are_partly_here(folder: Path) -> None:
+    assert call("verify", "dst", "--write-manifest", "m.json").exit_code == 0
+    rank_file(folder / "dst", 5).unlink()
+    assert call("verify", "dst", "--manifest", "m.json").exit_code == 3
+    result = call("verify", "dst", "--manifest", "m.json", "--partial")
+    assert result.exit_code == 0
+    assert "1 of the 6 files" in result.stderr
+    for option in ("--suffix=a", "--target-stage=0", "--step=1", "--target-layout=*=whole"):
+        failed(2, "no-effect", "verify", "dst", "--manifest", "m.json", option, places=(option.partition("=")[0],))
+
+
 def test_options_of_a_conversion(folder: Path) -> None:
     how = ["--exclude", "c", "--cast", "float32=bfloat16", "--name-map", "names.json"]
     Path("names.json").write_text('{"w": "new.w"}')

@@ -16,7 +16,7 @@ import reshard
 from reshard import Layout, Manifest, Strategy
 from reshard.core.plan import budget
 from reshard.core.storage.crc import crc32c
-from reshard.core.verify.manifest import FileSums, read_manifest, write_manifest
+from reshard.core.verify.manifest import FileSums, write_items
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, TargetError, UsageError
 from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
@@ -58,23 +58,23 @@ def test_the_sums_do_not_depend_on_format_threads_or_pieces(tmp_path: Path, monk
 
 
 def test_there_and_back(tmp_path: Path, made: Manifest) -> None:
-    write_manifest(made, tmp_path / "m.json")
-    assert read_manifest(tmp_path / "m.json") == made
+    made.write(tmp_path / "m.json")
+    assert reshard.Manifest.read(tmp_path / "m.json") == made
     before = (tmp_path / "m.json").read_bytes()
     with refused(TargetError, "already-exists", "m.json", "overwrite=True"):
-        write_manifest(made, tmp_path / "m.json")
-    write_manifest(made, tmp_path / "m.json", overwrite=True)
+        made.write(tmp_path / "m.json")
+    made.write(tmp_path / "m.json", overwrite=True)
     assert (tmp_path / "m.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.glob("m.json*")) == ["m.json"]
 
 
 def test_written_file_by_file(tmp_path: Path, made: Manifest) -> None:
-    count = write_manifest(made, tmp_path / "m.json")
+    count = made.write(tmp_path / "m.json")
     assert count == made.checksums == 30 + 6
-    assert write_manifest(iter(made.files.items()), tmp_path / "n.json") == count
+    assert write_items(iter(made.files.items()), tmp_path / "n.json", overwrite=False) == count
     assert (tmp_path / "n.json").read_bytes() == (tmp_path / "m.json").read_bytes()
     with refused(SourceError, "outside-directory", "'../x'"):
-        write_manifest([*made.files.items(), ("../x", FileSums(0, 0))], tmp_path / "o.json")
+        write_items([*made.files.items(), ("../x", FileSums(0, 0))], tmp_path / "o.json", overwrite=False)
     assert sorted(path.name for path in tmp_path.glob("*.json*")) == ["m.json", "n.json"]
 
 

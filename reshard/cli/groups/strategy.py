@@ -202,9 +202,10 @@ def make_strategy(
     from reshard.core.model.holdings import strategy_by_rules
     from reshard.formats.open import files_read
 
-    if (rules and drop) or (rules is None and predict):
-        which, what = ("--drop", "its own layouts") if drop else ("--predict", "RULES")
-        raise UsageError(f"{which} is for {what} of a checkpoint", code="no-effect", hint=f"leave {which} out")
+    if rules is None and predict:
+        raise UsageError("--predict is for RULES, and there are none", code="no-effect", hint="leave --predict out")
+    if rules is not None and drop:
+        raise UsageError("--drop is for a strategy without RULES", code="no-effect", hint="leave --drop out")
     refuse_existing(output, overwrite=overwrite)
     if rules is None:
         _refuse_unknown_layout(like, opening)

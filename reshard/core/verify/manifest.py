@@ -26,29 +26,22 @@ import re
 import time
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from reshard.arguments import checked
 from reshard.core.format import marked
-from reshard.core.layout.block import LONGEST_NAME, shape_text
+from reshard.core.layout.block import LONGEST_NAME
 from reshard.core.listing import RANK_PATTERN
 from reshard.core.model.digests import gaps
-from reshard.core.model.entries import FileIndex
-from reshard.core.records.schema import FormatError, Kind, read
-from reshard.core.storage.base import truncated_text
+from reshard.core.records.schema import FormatError, Kind
+from reshard.core.records.schema import read as read_record
 from reshard.core.storage.crc import crc32c
-from reshard.core.storage.places import as_place, workers_at
+from reshard.core.storage.places import as_place
 from reshard.core.storage.small import parse_json, read_small, refuse_existing, refuse_inputs, write_whole
-from reshard.core.storage.threads import map_ordered
-from reshard.core.verify.difference import Difference
-from reshard.core.verify.sums import progress_callback, sum_contents, thread_count
-from reshard.core.verify.verification import Comparison, Counts, Verification
+from reshard.core.verify.sums import progress_callback, sum_contents, sum_entries, thread_count
 from reshard.dtypes import BY_NAME, STR, DType
 from reshard.errors import EncryptedError, Faults, SourceError, UsageError, names
 from reshard.formats.open import read_headers
-from reshard.formats.ranks.directories import leftovers
-from reshard.formats.ranks.names import EXTENSIONS
-from reshard.kits.files import index_file
 from reshard.kits.indexes import set_indexes
 
 if TYPE_CHECKING:
@@ -56,11 +49,10 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import SourceFile
-    from reshard.core.model.entries import Entry, FileLayout, Runs
+    from reshard.core.model.entries import Entry, FileLayout
     from reshard.core.run.settings import Progress, Report
     from reshard.core.storage.places import AnyName, Place
     from reshard.core.target import TargetFile
-    from reshard.core.verify.difference import Kind as DifferenceKind
     from reshard.core.verify.sums import OnProgress
 
 VERSION = 2
@@ -138,18 +130,130 @@ class Manifest:
         check_paths(self.files)
 
     @staticmethod
-    def make(target: AnyName, **options: Any) -> Manifest:
-        """Read the files of a checkpoint, and return their manifest; see `make_manifest`."""
-        return make_manifest(target, **options)
+    @checked
+    def make(
+        target: AnyName,
+        *,
+        rank_pattern: str = RANK_PATTERN,
+        suffix: str | None = None,
+        threads: int | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> Manifest:
+        """Read the files of a checkpoint, and return their manifest.
+
+        Args:
+            target: as for `reshard.open`; paths in the manifest are relative to it, or to its parent if it is a file.
+            rank_pattern: as for `reshard.open`.
+            suffix: as for `reshard.open`.
+            threads: number of threads; by default one for each available processor, at most 4.
+            progress: called with the bytes read (as `written`) and the bytes to be read.
+
+        Raises:
+            SourceError: a file cannot be read, or is corrupt.
+            UsageError: the target is a zarr store, or encrypted.
+
+        >>> manifest = reshard.Manifest.make("src_checkpoints")
+        >>> len(manifest.files), min(manifest.files)
+        (8, 'rank_0/checkpoint_0.ckpt')
+        """
+        on_progress = progress_callback(progress, time.perf_counter())
+        try:
+            files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
+        except EncryptedError:
+            raise UsageError(
+                f"{target} is encrypted, and a manifest is of files that are not",
+                code="encrypted",
+                hint="compare it with its source",
+            ) from None
+        if store := marked(as_place(target).names()):
+            raise UsageError(
+                f"{target} is {store.called}, and a manifest is of checkpoint files",
+                code="no-manifest",
+                hint="compare it with its source",
+            )
+        path = as_place(target)
+        root = path if path.is_dir() else path.parent
+        indexes = set_indexes(root.names()) if root == path else []
+        return sum_files(root, files, indexes, threads=thread_count(threads), progress=on_progress)
 
     @staticmethod
+    @checked
     def read(path: AnyName) -> Manifest:
-        """Read and validate a manifest, which may be at a URL; see `read_manifest`."""
-        return read_manifest(path)
+        """Read and validate a manifest, which may be at a URL.
 
+        Raises:
+            SourceError: it cannot be read, is not a manifest, has another version, or has paths that lead out of the
+                directory.
+
+        >>> count = reshard.Manifest.make("src_checkpoints").write("sums.json")
+        >>> len(reshard.Manifest.read("sums.json").files)
+        8
+        """
+        faults = Faults(f"manifest {path}")
+        repeated: list[str] = []
+        raw = read_small(as_place(path), "manifest", _LARGEST, SourceError)
+        try:
+            content = parse_json(raw, repeated)
+        except ValueError as error:
+            raise SourceError(f"manifest {path} is not JSON", code="not-json", facts=[str(error)]) from None
+        if repeated:
+            faults.add("$", f"has {names(repeated, most=3)} twice in one object", code="duplicate-key")
+        if not isinstance(content, dict) or _VERSION_KEY not in content:
+            raise SourceError(
+                f"{path} is not a manifest",
+                code="not-a-manifest",
+                facts=[f"expected a JSON object with the key {_VERSION_KEY!r}"],
+            )
+        version = content[_VERSION_KEY]
+        if type(version) is not int or version != VERSION:
+            advice = "make it again from files that are valid" if version == 1 else "use a newer reshard"
+            raise SourceError(
+                f"manifest {path} has version {version!r:.40}; expected {VERSION}",
+                code="unsupported-version",
+                hint=advice,
+            )
+        items = content.get("files")
+        if not isinstance(items, dict) or len(content) != 2:
+            raise SourceError(
+                f"manifest {path} is not valid",
+                code="bad-manifest",
+                facts=["expected an object of paths under the key 'files', and no other key"],
+            )
+        _check_paths(items, faults)
+        files: dict[str, FileSums] = {}
+        for name, item in items.items():
+            try:
+                files[name] = read_record(FileSums, item, f"$.files[{name!r:.200}]")
+            except FormatError as error:
+                is_tensor = "].tensors[" in error.path
+                faults.add(error.path, error.problem, code="bad-tensor" if is_tensor else "bad-entry")
+                continue
+            for tensor in filter(_is_long, files[name].tensors):
+                fault = f"is a name of {len(tensor)} characters; names have at most {LONGEST_NAME} bytes"
+                faults.add(f"$.files[{name!r:.200}].tensors[{tensor!r:.200}]", fault, code="name-too-long")
+        faults.raise_if_any(SourceError)
+        return Manifest(files)
+
+    @checked
     def write(self, path: AnyName, *, overwrite: bool = False) -> int:
-        """Write it as JSON, and return the number of checksums in it; see `write_manifest`."""
-        return write_manifest(self, path, overwrite=overwrite)
+        """Write it as JSON, a line per file; the output is deterministic.
+
+        Args:
+            path: the path or URL to write to. It appears only when it is complete.
+            overwrite: replace an existing file.
+
+        Returns:
+            the number of checksums in it.
+
+        Raises:
+            TargetError: the file exists, or cannot be written.
+
+        >>> reshard.Manifest.make("src_checkpoints").write("sums.json")
+        128
+        >>> bool(reshard.verify("src_checkpoints", manifest="sums.json"))
+        True
+        """
+        return write_items(self.files.items(), path, overwrite=overwrite)
 
     @classmethod
     def of(
@@ -193,28 +297,12 @@ class Manifest:
         return f"<Manifest: {count} file{'s' * (count != 1)}, {nbytes} bytes, {sums} checksums of tensors>"
 
 
-@checked
-def write_manifest(
-    manifest: Manifest | Iterable[tuple[str, FileSums]], path: AnyName, *, overwrite: bool = False
-) -> int:
-    """Write a manifest as JSON, a line per file; the output is deterministic.
-
-    Args:
-        manifest: the manifest, or an iterator of its items, sorted by path.
-        path: the path or URL to write to. It appears only when it is complete.
-        overwrite: replace an existing file.
-
-    Returns:
-        the number of checksums in it.
+def write_items(items: Iterable[tuple[str, FileSums]], path: AnyName, *, overwrite: bool) -> int:
+    """Write the items of a manifest, sorted by path; see `Manifest.write`.
 
     Raises:
         SourceError: a path leads out of the directory.
         TargetError: the file exists, or cannot be written.
-
-    >>> reshard.Manifest.make("src_checkpoints").write("sums.json")
-    128
-    >>> bool(reshard.verify("src_checkpoints", manifest="sums.json"))
-    True
     """
     count = 0
 
@@ -222,7 +310,7 @@ def write_manifest(
         nonlocal count
         yield f'{{"{_VERSION_KEY}": {VERSION},\n"files": {{\n'.encode()
         between = ""
-        for name, file in manifest.files.items() if isinstance(manifest, Manifest) else manifest:
+        for name, file in items:
             check_paths([name])
             count += file.checksums
             yield f"{between}{json.dumps(name)}: {json.dumps(_file_data(file))}".encode()
@@ -250,62 +338,6 @@ def _file_data(file: FileSums) -> dict[str, object]:
     return data
 
 
-@checked
-def read_manifest(path: AnyName) -> Manifest:
-    """Read and validate a manifest, which may be at a URL.
-
-    Raises:
-        SourceError: it cannot be read, is not a manifest, has another version, or has paths that lead out of the
-            directory.
-
-    >>> count = reshard.Manifest.make("src_checkpoints").write("sums.json")
-    >>> len(reshard.Manifest.read("sums.json").files)
-    8
-    """
-    faults = Faults(f"manifest {path}")
-    repeated: list[str] = []
-    raw = read_small(as_place(path), "manifest", _LARGEST, SourceError)
-    try:
-        content = parse_json(raw, repeated)
-    except ValueError as error:
-        raise SourceError(f"manifest {path} is not JSON", code="not-json", facts=[str(error)]) from None
-    if repeated:
-        faults.add("$", f"has {names(repeated, most=3)} twice in one object", code="duplicate-key")
-    if not isinstance(content, dict) or _VERSION_KEY not in content:
-        raise SourceError(
-            f"{path} is not a manifest",
-            code="not-a-manifest",
-            facts=[f"expected a JSON object with the key {_VERSION_KEY!r}"],
-        )
-    version = content[_VERSION_KEY]
-    if type(version) is not int or version != VERSION:
-        advice = "make it again from files that are valid" if version == 1 else "use a newer reshard"
-        raise SourceError(
-            f"manifest {path} has version {version!r:.40}; expected {VERSION}", code="unsupported-version", hint=advice
-        )
-    items = content.get("files")
-    if not isinstance(items, dict) or len(content) != 2:
-        raise SourceError(
-            f"manifest {path} is not valid",
-            code="bad-manifest",
-            facts=["expected an object of paths under the key 'files', and no other key"],
-        )
-    _check_paths(items, faults)
-    files: dict[str, FileSums] = {}
-    for name, item in items.items():
-        try:
-            files[name] = read(FileSums, item, f"$.files[{name!r:.200}]")
-        except FormatError as error:
-            is_tensor = "].tensors[" in error.path
-            faults.add(error.path, error.problem, code="bad-tensor" if is_tensor else "bad-entry")
-            continue
-        for tensor in filter(_is_long, files[name].tensors):
-            fault = f"is a name of {len(tensor)} characters; names have at most {LONGEST_NAME} bytes"
-            faults.add(f"$.files[{name!r:.200}].tensors[{tensor!r:.200}]", fault, code="name-too-long")
-    faults.raise_if_any(SourceError)
-    return Manifest(files)
-
-
 def _is_long(name: str) -> bool:
     return len(name) > LONGEST_NAME or len(name.encode(errors="surrogatepass")) > LONGEST_NAME
 
@@ -321,53 +353,6 @@ def _check_paths(paths: Iterable[str], faults: Faults) -> None:
         if pure.is_absolute() or ".." in pure.parts or str(pure) != path or not pure.name or not path.isprintable():
             fault = "is not a path below a directory, such as 'rank_0/checkpoint_0.ckpt'"
             faults.add(f"path {path!r:.200}", fault, code="outside-directory")
-
-
-@checked
-def make_manifest(
-    target: AnyName,
-    *,
-    rank_pattern: str = RANK_PATTERN,
-    suffix: str | None = None,
-    threads: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> Manifest:
-    """Read the files of a checkpoint, and return their manifest.
-
-    Args:
-        target: as for `reshard.open`; paths in the manifest are relative to it, or to its parent if it is a file.
-        rank_pattern: as for `reshard.open`.
-        suffix: as for `reshard.open`.
-        threads: number of threads; by default one for each available processor, at most 4.
-        progress: called with the bytes read (as `written`) and the bytes to be read.
-
-    Raises:
-        SourceError: a file cannot be read, or is corrupt.
-        UsageError: the target is a zarr store, or encrypted.
-
-    >>> manifest = reshard.Manifest.make("src_checkpoints")
-    >>> len(manifest.files), min(manifest.files)
-    (8, 'rank_0/checkpoint_0.ckpt')
-    """
-    on_progress = progress_callback(progress, time.perf_counter())
-    try:
-        files = read_headers(target, rank_pattern=rank_pattern, suffix=suffix).files
-    except EncryptedError:
-        raise UsageError(
-            f"{target} is encrypted, and a manifest is of files that are not",
-            code="encrypted",
-            hint="compare it with its source",
-        ) from None
-    if store := marked(as_place(target).names()):
-        raise UsageError(
-            f"{target} is {store.called}, and a manifest is of checkpoint files",
-            code="no-manifest",
-            hint="compare it with its source",
-        )
-    path = as_place(target)
-    root = path if path.is_dir() else path.parent
-    indexes = set_indexes(root.names()) if root == path else []
-    return sum_files(root, files, indexes, threads=thread_count(threads), progress=on_progress)
 
 
 def sum_files(
@@ -397,7 +382,7 @@ def sum_files(
     for name in others:
         sizes[name] = (top / name).status().nbytes
         contents[name] = {}, ((0, sizes[name]),)
-    sums, _ = _sums(top, contents, threads, progress)
+    sums, _ = sum_entries(top, contents, threads, progress)
     tensors = {
         path: {name: (entry.dtype, shape_of(entry), sums[path, name]) for name, entry in entries.items()}
         for path, (entries, _) in contents.items()
@@ -405,132 +390,9 @@ def sum_files(
     return Manifest.of(tensors, sizes, {path: sums[path, None] for path in contents})
 
 
-def verify_files(
-    target: Place, manifest: Manifest | AnyName, *, partial: bool, threads: int, progress: OnProgress
-) -> Verification:
-    """Compare files with a manifest.
-
-    Args:
-        target: their directory, or a file in it.
-        manifest: the manifest, or its path.
-        partial: files may be missing.
-        threads: number of reading threads.
-        progress: called with the bytes read and the bytes to be read.
-    """
-    expected = manifest if isinstance(manifest, Manifest) else read_manifest(manifest)
-    target.refresh()
-    root = target if target.is_dir() else target.parent
-    warnings = leftovers(target)
-    in_directory = [path for path in root.files() if path.suffix in EXTENSIONS] if root == target else []
-    unlisted = sorted({path.relative_to(str(root)).as_posix() for path in in_directory} - set(expected.files))
-    warnings += [f"{names(unlisted, most=3)}: not in the manifest, and not checked"] if unlisted else []
-    top = root.real()
-    differences: list[Difference] = []
-    files: list[FileSums] = []
-    contents: dict[str, tuple[Mapping[str, Entry], Runs | None]] = {}
-    places = [top / path for path in expected.files]
-    indexes = map_ordered(lambda path: _look(top, path, expected), places, workers_at(places))
-    for (path, file), index in zip(expected.files.items(), indexes, strict=True):
-        if index is None and partial:
-            continue
-        files.append(file)
-        if index is None:
-            differences.append(Difference("file", "is not there", path=path))
-        elif isinstance(index, Difference):
-            differences.append(index)
-        else:
-            entries, faults = _entries(path, index, file)
-            differences += faults
-            # With faults, the header is known to differ: there is no need to sum it.
-            contents[path] = entries, None if faults else gaps(index, file.nbytes)
-    sums, read = _sums(top, contents, threads, progress)
-    for (path, name), value in sums.items():
-        file = expected.files[path]
-        expected_sum = file.crc32c if name is None else file.tensors[name].crc32c
-        if value != expected_sum:
-            subject = "the header, or what else is not contents, " if name is None and file.tensors else ""
-            text = f"{subject}has the CRC-32C {value:08x}; expected {expected_sum:08x}"
-            differences.append(Difference("checksum", text, name, path=path))
-    if len(files) < len(expected.files):
-        absent = len(expected.files) - len(files)
-        warnings.append(f"{absent} of the {len(expected.files)} files of the manifest are not here")
-    tensors = [name for file in files for name in file.tensors]
-    return Verification(
-        str(target),
-        counts=Counts(len(files), len(set(tensors)), len(tensors), read, read),
-        compared=Comparison("a manifest" if isinstance(manifest, Manifest) else str(manifest)),
-        differences=tuple(differences),
-        warnings=tuple(warnings),
-    )
-
-
-def _look(top: Place, file_path: Place, manifest: Manifest) -> FileIndex | Difference | None:
-    """Return the index of a file, or a fault of the file; None if it is missing."""
-    if not file_path.is_there():
-        return None
-    path = file_path.relative_to(str(top)).as_posix()
-    file = manifest.files[path]
-    if not file_path.real().is_relative_to(str(top)):
-        return Difference("file", "leads out of the directory, and is not followed", path=path)
-    if not file_path.is_file():
-        return Difference("file", "is not a regular file", path=path)
-    try:
-        if (nbytes := file_path.status().nbytes) != file.nbytes:
-            fault = f"has {nbytes} bytes; expected {file.nbytes}"
-            fault = truncated_text(nbytes, file.nbytes) if nbytes < file.nbytes else fault
-            return Difference("size", fault, path=path)
-        return index_file(str(file_path)) if file.tensors else FileIndex("", {})
-    except SourceError as error:
-        return Difference("file", f"cannot be read: {error.message}", path=path)
-
-
-def _entries(path: str, index: FileIndex, file: FileSums) -> tuple[dict[str, Entry], list[Difference]]:
-    """Return the tensors that match the manifest, and the differences of others."""
-    matching: dict[str, Entry] = {}
-    differences: list[Difference] = []
-    for name, part in file.tensors.items():
-        entry = index.entries.get(name)
-        if entry is None:
-            differences.append(Difference("missing", "is not in the file", name=name, path=path))
-        elif (entry.dtype, shape_of(entry)) != part[:2]:
-            fault = f"is {entry.dtype} {shape_text(shape_of(entry))}; expected {part.dtype} {shape_text(part.shape)}"
-            kind: DifferenceKind = "dtype" if entry.dtype is not part.dtype else "shape"
-            differences.append(Difference(kind, fault, name=name, path=path))
-        else:
-            matching[name] = entry
-    differences += [
-        Difference("extra", "is in the file, not in the manifest", name=name, path=path)
-        for name in index.entries
-        if name not in file.tensors
-    ]
-    return matching, differences
-
-
 def shape_of(entry: Entry) -> tuple[int, ...]:
     """Return the shape of an entry; () for text, on which formats disagree."""
     return () if entry.dtype is STR else entry.shape
-
-
-def _sums(
-    top: Place,
-    contents: Mapping[str, tuple[Mapping[str, Entry], Runs | None]],
-    threads: int,
-    progress: OnProgress,
-) -> tuple[dict[tuple[str, str | None], int], int]:
-    """Return checksums by path and tensor (None: rest of the file), and bytes read."""
-    sums: dict[tuple[str, str | None], int] = {}
-    to_sum: list[tuple[tuple[str, str | None], str, Runs]] = []
-    for path, (entries, rest) in contents.items():
-        file_path = str(top / path)
-        if rest is not None:
-            to_sum.append(((path, None), file_path, rest))
-        for name, entry in entries.items():
-            if entry.text is None:
-                to_sum.append(((path, name), file_path, entry.runs))
-            else:
-                sums[path, name] = crc32c(entry.text.encode())
-    computed, read = sum_contents(to_sum, threads=threads, on_progress=progress)
-    return sums | computed, read
 
 
 def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool = False) -> Manifest | int:
@@ -559,7 +421,7 @@ def manifest_of(report: Report, path: AnyName | None = None, *, overwrite: bool 
     advice = "choose another name for the manifest"
     refuse_inputs([path], sums.sources, "one of the source files", advice)
     refuse_inputs([path], [f"{sums.root}/{file}" for file in report.files], "one of the target files", advice)
-    return write_manifest(items, path, overwrite=overwrite)
+    return write_items(items, path, overwrite=overwrite)
 
 
 def sums_of_files(

@@ -14,20 +14,21 @@ from reshard.core.plan import budget
 from reshard.core.run.engine import scratch
 from reshard.core.run.executor import map_tasks
 from reshard.core.storage.cipher import store_of
-from reshard.core.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault
+from reshard.core.storage.crc import CRC32, CRC32C, combine_ranges, crc32_fault, crc32c
 from reshard.core.storage.places import in_batches
 from reshard.core.storage.threads import map_ordered, processor_count
 from reshard.core.verify.difference import Difference
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from reshard.core.model.checkpoint import Checkpoint
-    from reshard.core.model.entries import Runs, Summed
+    from reshard.core.model.entries import Entry, Runs, Summed
     from reshard.core.run.settings import Progress
     from reshard.core.storage.base import Coding, ReadStore, Want
     from reshard.core.storage.crc import Checksum
+    from reshard.core.storage.places import Place
 
     OnProgress = Callable[[int, int], None]
     """Called with the bytes done and the bytes to be done."""
@@ -205,3 +206,28 @@ def check_carried(
     nbytes, unread_bytes = (sum(length for *_, length in runs_set) for runs_set in (covered, left_out))
     rest = sum(file.nbytes for file in target.files) - nbytes - unread_bytes
     return SumsChecked(tuple(differences), nbytes, rest, tuple(bare), tuple(unread))
+
+
+def sum_entries(
+    top: Place,
+    contents: Mapping[str, tuple[Mapping[str, Entry], Runs | None]],
+    threads: int,
+    progress: OnProgress,
+) -> tuple[dict[tuple[str, str | None], int], int]:
+    """Return the checksums of tensors in files below a directory, and the bytes read.
+
+    The keys are a path and a tensor, or None for the rest of the file; `contents` has the entries and that rest.
+    """
+    sums: dict[tuple[str, str | None], int] = {}
+    to_sum: list[tuple[tuple[str, str | None], str, Runs]] = []
+    for path, (entries, rest) in contents.items():
+        file_path = str(top / path)
+        if rest is not None:
+            to_sum.append(((path, None), file_path, rest))
+        for name, entry in entries.items():
+            if entry.text is None:
+                to_sum.append(((path, name), file_path, entry.runs))
+            else:
+                sums[path, name] = crc32c(entry.text.encode())
+    computed, read = sum_contents(to_sum, threads=threads, on_progress=progress)
+    return sums | computed, read

@@ -5,7 +5,7 @@
   of them (`sums`). Replicas are compared in full in distributed checkpoints of PyTorch, else in samples.
 * Against a source: every rank has exactly the bits that a conversion with the same options would have written, and
   replicas agree on both sides (`compare`).
-* Against a manifest: sizes and checksums match (`manifest`); checksums cover every bit of a file.
+* Against a manifest: sizes and checksums match (`by_manifest`); checksums cover every bit of a file.
 
 `Verification.unchecked` lists what was not checked.
 """
@@ -27,7 +27,7 @@ from reshard.core.plan.changes import cast_advice, changes
 from reshard.core.plan.inputs import Selection
 from reshard.core.storage.cipher import required
 from reshard.core.storage.places import as_place
-from reshard.core.verify.manifest import verify_files
+from reshard.core.verify.by_manifest import verify_files
 from reshard.core.verify.match import compares_notes, match, pairs_of_ranks
 from reshard.core.verify.structure import check_structure
 from reshard.core.verify.sums import check_carried, progress_callback, thread_count

@@ -210,11 +210,11 @@ def refuse_unused(path: Place, listing: Sequence[str], options: OpenOptions) -> 
             code="no-effect",
             hint="leave it out" if len(unused) == 1 else "leave them out",
         )
-    if options.iteration is not None:
+    if options.step is not None:
         raise UsageError(
             f"{path} has no iterations",
             code="no-iterations",
-            hint=Text("leave ", Option("iteration", options.iteration), " out"),
+            hint=Text("leave ", Option("step", options.step), " out"),
         )
 
 

@@ -26,7 +26,7 @@ from reshard.core.storage.base import truncated
 from reshard.core.storage.crc import crc32c
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError, names
-from reshard.formats.zarr.files import ARRAY_V2, refuse_unknown
+from reshard.formats.zarr.files import ARRAY_V2, parse_json, refuse_unknown
 from reshard.formats.zarr.layout import ABSENT, METADATA, NATIVE, counts
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def parse_v2(directory: Place, content: bytes) -> ArrayMetadata:
         SourceError: it is not valid, has a dtype that no checkpoint has, or has filters.
     """
     path = str(directory / ARRAY_V2)
-    metadata = parse_json_v2(path, content)
+    metadata = parse_json(path, content, 2)
     refuse_unknown(path, "", metadata, _KEYS_V2)
     match metadata:
         case {"zarr_format": 2, "shape": [*shape], "chunks": [*chunk], "dtype": stored, "order": "C" | "F" as order}:
@@ -393,17 +393,6 @@ def parse_v2(directory: Place, content: bytes) -> ArrayMetadata:
         encoding=encoding, separator=separator, prefix="",
         fill=fill_bytes(path, metadata.get("fill_value"), dtype), by_reshard=False, file=ARRAY_V2,
     )  # fmt: skip
-
-
-def parse_json_v2(path: str, content: bytes) -> dict[str, Any]:
-    """Parse a file of metadata of format 2; raise `SourceError` if it is not a JSON object of that format."""
-    try:
-        metadata = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
-    if not isinstance(metadata, dict) or metadata.get("zarr_format") != 2:
-        raise SourceError(f"{path} is not metadata of zarr's format 2", code="bad-metadata")
-    return metadata
 
 
 def _one_chunk_v2(metadata: Mapping[str, Any], chunk: list[int], stored: str, dtype: DType) -> bytes:

@@ -180,6 +180,17 @@ def _is_other(path: object) -> SourceError:
     return SourceError(f"{path} is not a regular file; expected a chunk", code="not-a-file")
 
 
+def parse_json(path: object, text: bytes, version: int) -> dict[str, Any]:
+    """Parse a file of metadata; raise `SourceError` if it is not a JSON object of that version of zarr's format."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
+    if not isinstance(content, dict) or content.get("zarr_format") != version:
+        raise SourceError(f"{path} is not metadata of zarr's format {version}", code="bad-metadata")
+    return content
+
+
 def parse_metadata(path: object, text: bytes) -> dict[str, Any]:
     """Parse and check a `zarr.json`.
 
@@ -188,12 +199,7 @@ def parse_metadata(path: object, text: bytes) -> dict[str, Any]:
     Raises:
         SourceError: it is not valid, or has unknown keys.
     """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
-    if not isinstance(content, dict) or content.get("zarr_format") != 3:
-        raise SourceError(f"{path} is not metadata of zarr's format 3", code="bad-metadata")
+    content = parse_json(path, text, 3)
     kind = str(content.get("node_type"))
     needless = {
         key for key, value in content.items() if isinstance(value, dict) and value.get("must_understand") is False

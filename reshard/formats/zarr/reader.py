@@ -28,11 +28,11 @@ from reshard.core.storage.base import truncated
 from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import STR
 from reshard.errors import SourceError, names
-from reshard.formats.zarr.array import ArrayMetadata, clipped, parse_json_v2, parse_v2
+from reshard.formats.zarr.array import ArrayMetadata, clipped, parse_v2
 from reshard.formats.zarr.carried import CHUNK, KINDS, parse
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.chunks import Encoded, slab_bytes
-from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes, parse_metadata, strings
+from reshard.formats.zarr.files import ARRAY_V2, GROUP_V2, StoreFiles, own_notes, parse_json, parse_metadata, strings
 from reshard.formats.zarr.layout import ABSENT, ATTRIBUTES, METADATA, follows, grid, part, parts
 from reshard.kits.chunks.decoding import Decoding, Fill
 from reshard.kits.torch.carried import BUCKET, BUCKETS
@@ -64,7 +64,7 @@ def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: 
     if files.status(top) is None:
         top = files.base / GROUP_V2
         if files.status(top):
-            parse_json_v2(str(top), files.read_metadata(top))
+            parse_json(top, files.read_metadata(top), 2)
             return _Store(files, top, {}).checkpoint(str(root), _arrays_v2(files))
         if files.status(files.base / ARRAY_V2):
             raise _not_a_group(files.base / ARRAY_V2, "array")
