@@ -44,11 +44,11 @@ OF_TESTS = {
 
 
 AGENTS = ("AI_AGENT", "CLAUDECODE", "CODEX_SANDBOX")
-"""Variables by which a program that is driven by an agent says so."""
+"""Variables that agents set for the programs that they run."""
 
 
 def is_agent() -> bool:
-    """Return whether an agent reads what is printed: one is declared, and there is no terminal."""
+    """Return whether an agent reads the output: a variable declares it, and stdout is not a terminal."""
     return any(os.environ.get(name) for name in AGENTS) and not sys.stdout.isatty()
 
 

@@ -1,4 +1,4 @@
-"""Words of the program before its first release, and what there is in their place."""
+"""Words of earlier versions, and today's word for each."""
 
 from __future__ import annotations
 

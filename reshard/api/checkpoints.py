@@ -123,8 +123,7 @@ class Checkpoint(OpenedArrays):
     ... # doctest: +NORMALIZE_WHITESPACE
     ['array', 'assign', 'astype', 'close', 'dequantize', 'derive', 'format', 'groups', 'hist', 'merge_lora', 'nbytes',
      'picture', 'rank', 'ranks', 'read_object', 'root', 'scale', 'sel', 'stats', 'strategy', 'tensors', 'to_dataframe',
-     'to_strategy', 'to_zarr',
-     'unreadable', 'warnings']
+     'to_strategy', 'to_zarr', 'unreadable', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -328,9 +327,8 @@ class Checkpoint(OpenedArrays):
                 source shard; shards larger than 8 MiB, or than dask's `array.chunk-size`, are cut along their rows.
 
         Raises:
-            reshard.UsageError: there is no such tensor; a `KeyError`, too.
+            reshard.UsageError: there is no such tensor (a `KeyError`, too), or dask does not understand the chunks.
             reshard.SourceError: it cannot be read; the reason is in `unreadable`.
-            reshard.UsageError: dask does not understand the chunks.
         """
         from reshard.view.arrays import tensor_array  # it brings dask
 

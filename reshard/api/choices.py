@@ -156,7 +156,7 @@ def carried_out(
 
 
 def _layouts_of(path: Place) -> Arrangement | None:
-    """Return how the tensors of a checkpoint are cut, by its metadata alone; None if the path is of a strategy."""
+    """Return the arrangement in the metadata of a checkpoint; None for a strategy file or a directory of them."""
     if not path.is_dir():
         return None
     directory = iteration_at(path)

@@ -110,8 +110,8 @@ class Plan:
 
     >>> [name for name in dir(Plan) if name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['dropped', 'format', 'graph', 'left_out', 'missing', 'picture', 'rank', 'ranks', 'run', 'save',
-     'stats', 'to_dataframe', 'warnings']
+    ['dropped', 'format', 'graph', 'left_out', 'missing', 'picture', 'rank', 'ranks', 'run', 'save', 'stats',
+     'to_dataframe', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -217,8 +217,8 @@ class Plan:
             partition: as for `run`.
 
         Raises:
-            reshard.TargetError: a target file exists, is one of the sources, or is being written by a run.
-            reshard.TargetError: a source file changed since it was opened.
+            reshard.TargetError: a target file exists, is one of the sources, or is being written by a run; a source
+                file changed since it was opened.
         """
         from reshard.core.run.graph import graph  # it brings dask
 
@@ -284,8 +284,7 @@ class Plan:
 
         Raises:
             reshard.TargetError: a target file exists, is one of the sources, or is being written by another run; the
-                target was begun from other sources or by another plan.
-            reshard.TargetError: a source file changed while it was read.
+                target was begun from other sources or by another plan; a source file changed while it was read.
             reshard.BudgetError: the disk is full, or has no room for the target; or `memory` is too little.
             reshard.SourceError: a source file changed or cannot be read.
             reshard.UsageError: options that contradict each other, or a client that is none.
@@ -354,8 +353,8 @@ def read_plan(
         target_cipher: encrypts the target's files, in the mode that was planned.
 
     Raises:
-        reshard.SourceError: the file is not valid, or this version would make another plan.
-        reshard.SourceError, reshard.TargetError: the source is missing, or is not the one that was planned.
+        reshard.SourceError: the file is not valid, this version would make another plan, or the source is missing.
+        reshard.TargetError: the source is not the one that was planned.
         reshard.UsageError: the source or the target is encrypted and no key is given, or the target is not encrypted
             and a key is given.
 

@@ -220,7 +220,7 @@ class Command(click.Command):
         return extra
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters; those of a format of a package are among them if `--to` names it."""
+        """Return the parameters, with those of the package's format that `--to` names."""
         return [*super().get_params(ctx), *ctx.meta.get(_OF_TO, ())]
 
     def invoke(self, ctx: click.Context) -> Any:

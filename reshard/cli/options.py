@@ -309,7 +309,7 @@ def _option_of_formats(name: str, fields: Sequence[tuple[Format, OptionField]]) 
 
 
 def _options_of_package(word: str) -> list[GroupedOption]:
-    """Return the options of a format of another package, which is loaded for them; none of reshard's own formats."""
+    """Load the package of a format, and return the format's options; [] for a format of this program."""
     if not word or any(word in {each.name, *each.aliases} for each in targets()):
         return []
     try:

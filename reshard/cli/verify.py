@@ -267,7 +267,7 @@ def _opened(
 
 
 def _of_sides(opening: OpenOptions, target_opening: OpenOptions, *, compared: bool) -> tuple[OpenOptions, OpenOptions]:
-    """Return the options of the source and of the target: without a source, those that both know are the target's."""
+    """Return the options of the source and of the target; without a source, the target gets those that both have."""
     if compared:
         return opening, replace(target_opening, partial=opening.partial and target_opening.strategy is not None)
     names = ("rank_pattern", "suffix", "step", "partial")

@@ -403,7 +403,7 @@ def marked(names: Iterable[str]) -> Format | None:
 
 
 def _first(asked: Iterable[Format], here: Listing) -> Found | None:
-    """Return what the first format that recognises a checkpoint finds; one of a package that fails is left out."""
+    """Return the find of the first format that recognises a checkpoint. A package's format that fails is skipped."""
     for each in asked:
         try:
             if found := each.find(here):

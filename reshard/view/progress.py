@@ -88,7 +88,7 @@ class _Bar:
 
 @contextmanager
 def progress(*, quiet: bool, words: tuple[str, str] = _WORDS) -> Iterator[Callable[[Progress], None] | None]:
-    """Provide a callback that shows progress on stderr; None if `quiet`, and for agents.
+    """Provide a callback that shows progress on stderr; None if `quiet`, or for an agent.
 
     A terminal gets a bar, by `rich` if it is installed. It is as wide as the terminal at most, is drawn ten times a
     second at most, and is removed at the end: what was done is in the report. A log gets a line every 30 seconds.

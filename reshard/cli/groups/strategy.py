@@ -203,7 +203,7 @@ def make_strategy(
     from reshard.formats.open import files_read
 
     if rules is None and predict:
-        raise UsageError("--predict is for RULES, and there are none", code="no-effect", hint="leave --predict out")
+        raise UsageError("--predict needs RULES", code="no-effect", hint="leave --predict out")
     if rules is not None and drop:
         raise UsageError("--drop is for a strategy without RULES", code="no-effect", hint="leave --drop out")
     refuse_existing(output, overwrite=overwrite)

@@ -280,7 +280,7 @@ def _format_of(source: Checkpoint, files: TargetFiles | Options, only: str, requ
 
 
 def _only_stage(target: Strategy | Arrangement | None, stage: int | None, ranks: Iterable[int] | None) -> int | None:
-    """Return the stage to which a target is restricted; that of the ranks, if the strategy covers no other.
+    """Return the only stage to write: the requested one, or that of the ranks if the strategy covers a single stage.
 
     Raises:
         StrategyError: the strategy covers a single stage, and neither this one nor ranks of it are requested.

@@ -136,7 +136,7 @@ def _known_layout(
     ranks: Sequence[int],
     warnings: list[str],
 ) -> _KnownLayout:
-    """Return what is known of the layout of files, by the options or by their ledger; warn if files have changed."""
+    """Return the layout that the options or the ledger say; add a warning if files changed since."""
     strategy = options.strategy
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = read_strategy(strategy)

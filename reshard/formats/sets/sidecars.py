@@ -131,7 +131,7 @@ def shard_size(source: Checkpoint) -> int:
 
 
 def _first(source: Checkpoint) -> tuple[Checkpoint, bool]:
-    """Return the checkpoint as it was opened, or the first input of a computed one; and whether it was dequantized."""
+    """Return the opened checkpoint (of a computed one, the first input), and whether it was dequantized."""
     first, is_dequantized = source.opened, False
     while computation := first.opening.computation:
         is_dequantized |= computation.kind == "dequantize"

@@ -181,7 +181,11 @@ def _is_other(path: object) -> SourceError:
 
 
 def parse_json(path: object, text: bytes, version: int) -> dict[str, Any]:
-    """Parse a file of metadata; raise `SourceError` if it is not a JSON object of that version of zarr's format."""
+    """Parse a file of metadata.
+
+    Raises:
+        SourceError: it is not a JSON object of this version of zarr's format.
+    """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

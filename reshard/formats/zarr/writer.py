@@ -18,7 +18,7 @@ from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.formats.zarr.carried import DIRECTORY as CARRIED
 from reshard.formats.zarr.carried import CarriedBytes
 from reshard.formats.zarr.layout import METADATA, NAME, array_json, escaped, group_metadata
-from reshard.kits.torch.carried import Carried as CarriedData
+from reshard.kits.torch.carried import Carried
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ class ZarrStore(Target):
 
     def __init__(self, inputs: TargetInputs) -> None:
         self._source, self._items, self._group = inputs.source, inputs.items, inputs.request.files
-        self._carried = _Carried(inputs) if self.carries else None
+        self._carried = _CarriedInStore(inputs) if self.carries else None
         self.carried = {*self._carried.names, *self._carried.files} if self._carried else ()
         self.arrays = self._chosen()
         self._directories = {name: escaped(name) for name in self.arrays}
@@ -168,8 +168,8 @@ class ZarrStore(Target):
         return attributes
 
 
-class _Carried:
-    """What is carried of a source: files beside the weights of a set; objects, files and paths of a DCP.
+class _CarriedInStore:
+    """Data of the source besides its tensors: files of a set, and objects, files and paths of a DCP.
 
     Attributes:
         stored: the bytes.
@@ -185,7 +185,7 @@ class _Carried:
         """
         source, tensors = inputs.source, {item.name: item.tensor.spec.name for item in inputs.items}
         self._sidecars = Sidecars(source, inputs.items)
-        self._data = CarriedData(source, tensors, inputs.objects, inputs.faults)
+        self._data = Carried(source, tensors, inputs.objects, inputs.faults)
         self.names, self.files = self._data.names, self._sidecars.names
         paths = self._data.paths
         if paths is not None:
