@@ -110,7 +110,7 @@ def test_another_iteration_of_a_run(mindspore_data: Path) -> None:
     assert reshard.open(root / "iteration_00000002", step=2).root.endswith("iteration_00000002")
     with refused(SourceError, "no-such-iteration", "iteration 3", "iterations 2, 4"):
         reshard.open(root, step=3)
-    with refused(SourceError, "no-such-iteration", "iteration 4"):
+    with refused(SourceError, "no-such-iteration", "step 4"):
         reshard.open(root / "iteration_00000002", step=4)
 
 
