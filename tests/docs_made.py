@@ -28,19 +28,23 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parent.parent / "docs"
 PACKAGE = Path(reshard.__file__).parent
 KINDS = {name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if name.endswith("Error")}
-MOST_LETTERS = 70
+MOST_LETTERS = 60
+FEWEST_WORDS = 4
 
 
 def commands_page() -> str:
     """Return the page of all commands: what `--help-all` prints, without the options of a conversion."""
     head = (
         "# Commands\n\nMade by `python tests/docs_made.py` from the help of the program. Options that `convert` has, "
-        "too, are named after\nthe others; [options of a conversion](options.md) explains them.\n"
+        "too, are named after\nthe others; [options of a conversion](options.md) explains them. `--help-all` of a "
+        "command has the keys of its `--json`.\n"
     )
     parts = [head]
     shared = {record[0]: record for _, record in _records(_command("convert"), ("convert",))}
     for path, command in below(cli, ()):
         shown = _shown([*path, "--help" if isinstance(command, click.Group) else "--help-all"])
+        shown = re.sub(r"(?m)^The object of --json has (?:.|\n)*?(?=^\S.*:$|^[A-Z]|\Z)", "", shown)
+        shown = re.sub(r"(?m)^  -h, --help  +Show this message and exit\.\n?", "", f"{shown}\n").rstrip("\n")
         if path == ("convert",):
             shown = re.sub(r"(?ms)^(Source|Target|Tensors|Running|Output):$.*?(?=^\S|\Z)", "", shown)
         elif path and not isinstance(command, click.Group):
@@ -155,11 +159,17 @@ The examples run in the folder that `reshard demo` makes, after
     for title, members in sections.items():
         parts.append(f"## {title}\n")
         module = "reshard.mindspore" if members.keys() <= of_mindspore.keys() else "reshard"
-        parts += [
-            f"### `{module}.{name}`\n\n{summary(value)}\n\n```pycon\n{example(value)}```\n"
-            for name, value in members.items()
-        ]
-    parts.append("## MindSpore's constants\n\n| name | value |\n|---|---|\n")
+        if module == "reshard":
+            parts += [
+                f"### `{module}.{name}`\n\n{summary(value)}\n\n```pycon\n{example(value)}```\n"
+                for name, value in members.items()
+            ]
+        else:
+            parts += [
+                "`help(reshard.mindspore.NAME)` has an example of each.\n\n| name | |\n|---|---|",
+                *(f"| `{name}` | {_cell(summary(value))} |" for name, value in members.items()),
+            ]
+    parts.append("\n## MindSpore's constants\n\n| name | value |\n|---|---|\n")
     rows = "".join(f"| `reshard.mindspore.{name}` | `{value}` |\n" for name, value in constants.items())
     return "\n".join(parts) + rows
 
@@ -184,7 +194,7 @@ def example(value: Any) -> str:
 
 
 def errors_page() -> str:
-    """Return the page of all error codes, each with its exit codes and a message that has it."""
+    """Return the page of all error codes: a list for each exit code, each code with a message that has it."""
     codes: dict[str, tuple[set[str], list[str]]] = {}
     for kind in KINDS.values():
         codes.setdefault(kind.code, (set(), []))[0].add(str(kind.exit_code))
@@ -196,19 +206,17 @@ def errors_page() -> str:
                 if name in KINDS:
                     exits.add(str(KINDS[name].exit_code))
                 message = message_of(call)
-                if message and message not in messages:
+                if len(re.findall(r"\w+", message)) >= FEWEST_WORDS and message not in messages:
                     messages.append(message)
-    rows = [
-        f"| `{code}` | {', '.join(sorted(exits))} | {messages[0] if messages else ''} |"
-        for code, (exits, messages) in sorted(codes.items())
-    ]
+    lists: dict[str, list[str]] = {}
+    for code, (exits, messages) in sorted(codes.items()):
+        title = f"Exit code {', '.join(sorted(exits))}" if exits else "Exit code of the error that lists them"
+        lists.setdefault(title, []).append(f"* `{code}`" + (f": {cut(messages[0])}" if messages else ""))
     head = (
         "# Errors\n\nMade by `python tests/docs_made.py` from the source. A code names a cause and stays the same when "
-        "the wording\nchanges; `--json` and `error.code` in Python have it. `…` stands for what varies. If there is no "
-        "exit code, it is\n2 for faults of options and 4 for faults of files.\n\n"
-        "| code | exit code | such as |\n|---|---|---|\n"
+        "the wording\nchanges; `--json` and `error.code` in Python have it. `…` stands for what varies.\n"
     )
-    return head + "\n".join(rows) + "\n"
+    return "\n".join([head, *(f"## {title}\n\n" + "\n".join(rows) + "\n" for title, rows in sorted(lists.items()))])
 
 
 def codes_of(node: ast.AST) -> list[str]:
@@ -216,7 +224,8 @@ def codes_of(node: ast.AST) -> list[str]:
     if not isinstance(node, ast.Call):
         return []
     values = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
-    return [one.value for value in values for one in ast.walk(value) if isinstance(one, ast.Constant) and one.value]
+    constants = [one.value for value in values for one in ast.walk(value) if isinstance(one, ast.Constant)]
+    return [each for each in constants if isinstance(each, str) and re.fullmatch(r"[a-z][a-z0-9-]*", each)]
 
 
 def message_of(call: Any) -> str:
@@ -225,9 +234,13 @@ def message_of(call: Any) -> str:
     if len(call.args) <= place:
         return ""
     text = re.sub(r"\s+", " ", words(call.args[place])).strip()
-    text = re.sub(r"(… ?)+", "… ", text).replace("|", "\\|").strip()
-    text = re.sub(r"… ([;,:.)\]])", r"…\1", text)
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
+    text = re.sub(r"(… ?)+", "… ", text).strip()
+    return re.sub(r"… ([;,:.)\]])", r"…\1", text)
+
+
+def cut(text: str) -> str:
+    """Return the beginning of a message, up to a whole word."""
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS].rpartition(' ')[0]} …"
 
 
 def words(node: ast.AST) -> str:
