@@ -21,7 +21,7 @@ def by_file(patch: pytest.MonkeyPatch) -> None:
     run = running.run
 
     def run_by_file(plan: Any, directory: Any, options: RunOptions, **others: Any) -> Any:
-        partition = options.partition or (None if plan.exclusive else "file")
+        partition = options.partition or (None if plan.shape == "store" else "file")
         return run(plan, directory, replace(options, partition=partition), **others)
 
     patch.setattr(running, "run", run_by_file)

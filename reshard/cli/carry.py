@@ -97,13 +97,13 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         check = _command("verify", location, "--manifest", running.write_manifest)
     if running.quiet and not running.as_json:
         return
-    is_known = not plan.alone and _is_known(plan, location)
+    is_known = plan.shape != "file" and _is_known(plan, location)
     keys = [
         *(key_typed("--key-file", "cipher") if plan.source.cipher else ()),
         *(key_typed("--target-key-file", "target_cipher") if plan.cipher else ()),
     ]
     against = ("--against", plan.source.root)
-    is_same = plan.alone and plan.request is None and not (plan.dropped or keys)
+    is_same = plan.shape == "file" and plan.request is None and not (plan.dropped or keys)
     verify = _command("verify", location, *(against if is_same else keys)) if is_known or is_same else None
     if running.as_json:
         from reshard.view.words import plan_data
@@ -111,7 +111,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         print_json(plan_data(plan, str(target), done, verify, check))
         return
     look = None
-    if is_known or plan.alone:
+    if is_known or plan.shape == "file":
         look = _inspect(location) if plan.cipher else _command("inspect", location)
     print_text(report_text(plan, done, verify or check or look, manifest, verbose=running.verbose))
     if running.verbose and verify and look:
@@ -227,8 +227,10 @@ def _check_manifest(path: Place | None, plan: Plan, target: Place, *, overwrite:
     if path is None:
         return
     refuse_existing(path, overwrite=overwrite)
-    if plan.exclusive or plan.cipher or plan.linked:
-        obstacle = "has its arrays in chunks" if plan.exclusive else "is encrypted" if plan.cipher else "gets links"
+    if plan.shape == "store" or plan.cipher or plan.linked:
+        obstacle = (
+            "has its arrays in chunks" if plan.shape == "store" else "is encrypted" if plan.cipher else "gets links"
+        )
         raise UsageError(
             f"--write-manifest is for plain checkpoint files, and {target} {obstacle}", code="no-manifest",
             hint=f"leave it out, and compare with the source: {called_as()} verify {target} --against SOURCE",

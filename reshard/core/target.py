@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from reshard.core.model.entries import FileLayout
 from reshard.errors import UsageError
@@ -63,6 +63,8 @@ class TargetBlocks:
 
 
 Assigned = tuple[TargetTensor, TargetBlocks]
+Publish = Literal["file", "index", "pointer"]
+TargetShape = Literal["directory", "store", "file"]
 
 
 class TargetFile(NamedTuple):
@@ -72,9 +74,9 @@ class TargetFile(NamedTuple):
         rank: the target rank that it is for.
         path: its path below the target directory.
         layout: its size, its literal bytes and the offsets of its contents; shared by ranks with equal contents.
-        last: it gets its name after all other files, and after earlier files with `last`: the index of a unified set.
-        pointer: it is a tracker file, which names the current checkpoint of a directory; always replaced, last, even
-            if it names another checkpoint.
+        publish: when it gets its name: a `file` as soon as it is complete; an `index`, after which the target is
+            complete, after all files, and in order; a `pointer`, which names the current checkpoint of a directory, at
+            the end, even if it exists and names another one.
         link: the absolute path of the source file that it links to; the file is not written then.
         done: it is already complete; the file is not written then either.
     """
@@ -82,8 +84,7 @@ class TargetFile(NamedTuple):
     rank: int
     path: str
     layout: FileLayout
-    last: bool = False
-    pointer: bool = False
+    publish: Publish = "file"
     link: str | None = None
     done: bool = False
 
@@ -114,7 +115,8 @@ class Target(Protocol):
     Attributes:
         format: the name of the files' format; on the class, the only supported format, or empty if there are several.
         ranks: the ranks of the target that are written.
-        exclusive: the target directory may have nothing else in it.
+        shape: what its files are: a `directory`, where other files may be, too; a `store`, which has nothing else in
+            it; or one `file`, in a directory that belongs to others.
         coding: how the files are encoded; None if their contents are plain.
         cipher: encrypts the files; None if they are plain.
         memory: the memory that it needs beyond that of every plan.
@@ -127,7 +129,7 @@ class Target(Protocol):
 
     format: str = ""
     ranks: tuple[int, ...]
-    exclusive: bool = False
+    shape: TargetShape = "directory"
     coding: TargetCoding | None = None
     cipher: Cipher | None = None
     memory: tuple[Share, ...] = ()

@@ -149,7 +149,10 @@ def _sources(source: Checkpoint, shown: Iterable[int]) -> list[_DrawnFile]:
 def _targets(files: Sequence[TargetFile]) -> list[_DrawnFile]:
     """Return the files of a target; an index is of no rank."""
     several = any(file.rank for file in files)
-    return [_DrawnFile(file.rank if several and not file.last else None, _name(file.path), file.path) for file in files]
+    return [
+        _DrawnFile(file.rank if several and file.publish == "file" else None, _name(file.path), file.path)
+        for file in files
+    ]
 
 
 def _name(path: str, root: str = "") -> str:

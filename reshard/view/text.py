@@ -336,12 +336,12 @@ def _encrypted(plan: Plan) -> str:
 def _written_text(plan: Plan) -> str:
     """Count the target files by format."""
     target = format_of(plan.request.files) if plan.request else None
-    kinds = [plan.format for file in plan.files if plan.exclusive or not file.last]
+    kinds = [plan.format for file in plan.files if plan.shape == "store" or file.publish == "file"]
     if target is not None and target.called:
         files = count_text(len(plan.files), "file") if target.encoding else kinds_text(kinds)
         return f"{target.called} of {files}"
     written = kinds_text(kinds, index=len(kinds) < len(plan.files))
-    sidecars = sum(file.last for file in plan.files) - 1
+    sidecars = sum(file.publish != "file" for file in plan.files) - 1
     has_sidecars = sidecars > 0 and (target is None or not target.describes)
     return f"{written}, and {count_text(sidecars, 'file')} beside" if has_sidecars else written
 
@@ -355,7 +355,7 @@ def _written(plan: Plan, directory: str, *, write: str, link: str) -> str:
             [f"{file.path} ({bytes_text(plan.size_of(file))})" for file in plan.files if file.link is None]
         )
         return f"{link} {files} of {printable(near(plan.source.root))} and {write} {own_files} to {target}"
-    if plan.alone:
+    if plan.shape == "file":
         path = f"{target.rstrip('/')}/{printable(plan.files[0].path)}"
         return f"{write} {path}{_encrypted(plan)}".replace(" ./", " ")
     ranks = sorted(set(plan.ranks))
@@ -449,7 +449,7 @@ def _details(plan: Plan, report: Report) -> Iterator[str]:
         yield f"sampled, when the source was opened: {sampled}"
     if report.checksums is None:
         yield "checksums: none made"
-    elif plan.alone:
+    elif plan.shape == "file":
         yield "checksums: CRC-32C of every block, not kept"
     else:
         yield f"checksums: CRC-32C of every block, in {printable(near(report.directory))}/.reshard"

@@ -113,8 +113,8 @@ def test_a_set_that_is_replaced_is_without_its_index_until_all_is_new(
     target = tmp_path / "out"
     plan_with(source, files=files, format="safetensors").run(target)
     plan = plan_with(later, files=files, format="safetensors")
-    (index,) = (file.path for file in plan._record.files if file.last)
-    parts = [file.path for file in plan._record.files if not file.last]
+    (index,) = (file.path for file in plan._record.files if file.publish != "file")
+    parts = [file.path for file in plan._record.files if file.publish == "file"]
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail_once(os.replace, lambda _, new: new.endswith(parts[1]), errno.EIO))
         with refused(TargetError, "cannot-write", "rename"):

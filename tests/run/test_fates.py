@@ -85,7 +85,7 @@ def test_a_link_may_be_there_before_it_is_noted() -> None:
 
 @pytest.mark.parametrize("lacking", [False, True])
 def test_an_index_is_kept_with_all_that_it_is_of(lacking: bool) -> None:
-    wanted = {"a": WANTED, "index": Planned("9f", 10, is_last=True)}
+    wanted = {"a": WANTED, "index": Planned("9f", 10, publish="index")}
     seen = {"index": FileState(DONE, NOW), **({} if lacking else {"a": FileState(DONE, NOW)})}
     found = fates(wanted, seen, Policy())
     assert found == ({"a": Fate(MAKE), "index": Fate(MAKE, NOW)} if lacking else dict.fromkeys(wanted, Fate(KEEP, NOW)))
@@ -93,7 +93,7 @@ def test_an_index_is_kept_with_all_that_it_is_of(lacking: bool) -> None:
 
 @pytest.mark.parametrize("pointed", [DONE, OLD, NOTHING])
 def test_an_index_is_kept_where_another_is_pointed_at(pointed: Record) -> None:
-    wanted = {"index": Planned("9f", 10, is_last=True), "pointer": Planned("9f", 10, is_last=True, is_pointer=True)}
+    wanted = {"index": Planned("9f", 10, publish="index"), "pointer": Planned("9f", 10, publish="pointer")}
     found = fates(wanted, {"index": FileState(DONE, NOW), "pointer": FileState(pointed, NOW)}, Policy())
     assert found["index"].do is KEEP
     assert found["pointer"].do is (KEEP if pointed is DONE else MAKE)
@@ -124,7 +124,7 @@ def test_nothing_of_others_is_touched_and_nothing_wrong_is_kept(
         assert state == record.ready is not None
         assert not record.may_be_lost
         assert not policy.restart
-    may_replace = policy.overwrite or wanted.is_pointer
+    may_replace = policy.overwrite or wanted.publish == "pointer"
     if found.do in {RESUME, MAKE} and state is not None and not may_replace:  # it is replaced: it is ours
         noted = state in {record.ready, record.replaces}
         assert noted or (record.digest == wanted.digest and record.ready is None)
@@ -132,7 +132,7 @@ def test_nothing_of_others_is_touched_and_nothing_wrong_is_kept(
         assert record.digest == wanted.digest
         assert not policy.restart
         assert not found.is_touched
-    if wanted.is_pointer:  # whoever's it is, and never a part of it
+    if wanted.publish == "pointer":  # whoever's it is, and never a part of it
         assert found.do in {KEEP, MAKE}
     if policy.overwrite:
         assert found.do in {KEEP, RESUME, MAKE}
@@ -145,7 +145,7 @@ def test_nothing_of_others_is_touched_and_nothing_wrong_is_kept(
 @given(st.dictionaries(st.sampled_from("abc"), seens, min_size=3), hows)
 def test_all_is_done_again_or_nothing_is_left_to_do(seen: dict[str, FileState], policy: Policy) -> None:
     """What a run has finished the next one keeps, whatever was there before."""
-    wanted = {file: Planned("9f", 10, is_last=file == "c") for file in "abc"}
+    wanted = {file: Planned("9f", 10, publish="index" if file == "c" else "file") for file in "abc"}
     found = fates(wanted, seen, policy)
     assert sorted(file for do in Do for file in files_with(found, do)) == sorted(wanted)
     after = {file: FileState(Record("9f", 10, ready=(10, 5)), (10, 5)) for file in wanted}

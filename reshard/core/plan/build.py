@@ -118,7 +118,7 @@ def build(
         texts={item.name: item.tensor.text or "" for item in texts},
         coding=destination.coding,
         cipher=destination.cipher,
-        exclusive=destination.exclusive,
+        shape=destination.shape,
         memory=memory,
         warnings=tuple(_decoded_again(source, [transfers[number] for number in edges])),
         shared_bytes=budget.shared_bytes,

@@ -329,7 +329,7 @@ def provenance_of(plan: Plan, source: SourceRecord) -> Provenance:
         plan.format,
         bool(request and request.remove_redundancy),
         plan.cipher.mode if plan.cipher else None,
-        next((file.path for file in plan.files if file.last), None),
+        next((file.path for file in plan.files if file.publish != "file"), None),
     )
     selection = request.selection if request else Selection(drop=tuple(map(escape, plan.dropped)))
     return Provenance(__version__, source, target, selection_record(selection))
@@ -339,7 +339,7 @@ def ledger_provenance(plan: Plan) -> Provenance:
     """Return the provenance of a plan's target for its ledger, equal for all plans that write parts of one target."""
     result = provenance_of(plan, SourceRecord.by_path(plan.source.opened))
     target, selection = result.target, result.selection
-    if any(file.pointer for file in plan.files):  # it describes itself, without the dropped tensors
+    if any(file.publish == "pointer" for file in plan.files):  # it describes itself, without the dropped tensors
         target = replace(target, strategy=None)
         selection = replace(selection, exclude=(*selection.exclude, *map(escape, plan.dropped)))
     if target.strategy is not None and len(range(*target.strategy.stages)) > 1:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from reshard.core.model.entries import TargetFiles
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName, Place
-    from reshard.core.target import Target, TargetFile
+    from reshard.core.target import Target, TargetFile, TargetShape
     from reshard.rules.rules import Rules
 
 
@@ -152,7 +152,7 @@ def plan(
             *result.warnings,
         ),
         request=request,
-        alone=isinstance(files, Options) and files.is_one_file,
+        shape="file" if isinstance(files, Options) and files.is_one_file else result.shape,
     )
 
 
@@ -409,7 +409,8 @@ def plan_convert(
     kept = (entry for file in files for entry in file.index.entries if entry not in result.dropped)
     refuse_parted(source, {entry: entry for entry in kept})
     noted = (*result.warnings, *([source.opening.quantized.text] if source.opening.quantized else ()))
-    return replace(result, alone=name is not None, warnings=(*noted, *_method_left(source, result.files)))
+    shape: TargetShape = "directory" if name is None else "file"
+    return replace(result, shape=shape, warnings=(*noted, *_method_left(source, result.files)))
 
 
 def plan_files(

@@ -81,7 +81,7 @@ def partitioned(plan: Plan, partition: str | None, directory: str, *, server_cop
             "encrypted files can only be written from first byte to last", code="wrong-partition",
             hint="leave partition 'tensor' out",
         )  # fmt: skip
-    if plan.exclusive and partition == "file" and can(directory).positioned:
+    if plan.shape == "store" and partition == "file" and can(directory).positioned:
         raise UsageError(
             f"a store in a local directory such as {directory} is written by tensor", code="wrong-partition",
             hint="leave partition 'file' out",
@@ -89,10 +89,10 @@ def partitioned(plan: Plan, partition: str | None, directory: str, *, server_cop
     by_file = partition == "file" or plan.cipher is not None or not can(directory).positioned
     if not by_file or plan.by_file:
         return plan
-    if plan.exclusive:
+    if plan.shape == "store":
         return _with_whole_chunks(plan, directory)
     readers = _readers(plan.transfers)
-    numbers = [number for number, file in enumerate(plan.files) if file.link is None and not file.last]
+    numbers = [number for number, file in enumerate(plan.files) if file.link is None and file.publish == "file"]
     if can(directory).positioned:
         groups = _groups(readers, numbers, FILES_AT_ONCE)
         return _by_groups(plan, groups, readers, (("more bands", extra_bands(plan, len(groups))),))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from reshard.core.storage.base import TargetCoding
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.urls.s3.upload_parts import Copied
-    from reshard.core.target import TargetFile
+    from reshard.core.target import TargetFile, TargetShape
     from reshard.dtypes import DType
     from reshard.strategy.strategy import Strategy
 
@@ -220,8 +220,8 @@ class Plan:
         request: the options of the plan; None if it was combined from other plans.
         coding: how the target files are encoded; None if their contents are plain.
         cipher: encrypts the target files; None if they are plain.
-        exclusive: the target directory may have nothing else in it.
-        alone: the target is one file in a directory that belongs to others, so no other file is left there.
+        shape: what the target files are: a `directory`, a `store`, which has nothing else in it, or one `file`, in a
+            directory that belongs to others.
         memory: the parts of the predicted memory (see `budget`).
         shared_bytes: memory of the buffers for requests to URLs that threads share.
         copies: the ranges of target files that their store copies from source files, by file number.
@@ -247,8 +247,7 @@ class Plan:
     request: Request | None = None
     coding: TargetCoding | None = None
     cipher: Cipher | None = None
-    exclusive: bool = False
-    alone: bool = False
+    shape: TargetShape = "directory"
     memory: tuple[Share, ...] = ()
     shared_bytes: int = 0
     copies: Mapping[int, tuple[Copied, ...]] = field(default_factory=dict)
@@ -326,7 +325,7 @@ def plan_digest(plan: Plan) -> str:
     """
     sources = [b"%d" % number for number in range(len(plan.source.files))]
     whole = [plan.format, plan.ranks, plan.dropped, plan.missing, dict(plan.texts)]
-    files = [(file.rank, file.last) for file in plan.files]
+    files = [(file.rank, file.publish != "file") for file in plan.files]
     return digest([whole, files, _file_digests(plan, sources, plan.cipher.mode if plan.cipher else None)])
 
 

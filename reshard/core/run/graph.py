@@ -198,7 +198,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         if self._by_file:
             tasks = [(number, directory, options) for number in range(len(plan.tasks))]
             done = [self._add(graph, "files", files_task, tasks)]
-            if plan.exclusive:  # the tasks of other plans check the sources before they complete a file
+            if plan.shape == "store":  # the tasks of other plans check the sources before they complete a file
                 done.append(self._unchanged(graph, done[0]))
         else:
             made = self._add_creating(graph) if created is None else TaskRef(known)
@@ -217,8 +217,8 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
             crcs = self._key("crcs")
             graph[crcs] = Task(crcs, crcs_of_files, TaskRef(self._key("plan")), done[-1])
             before = TaskRef(crcs)
-            last = tuple(number for number in files if self.plan.files[number].last)
-            rest = _batches([number for number in files if not self.plan.files[number].last])
+            last = tuple(number for number in files if self.plan.files[number].publish != "file")
+            rest = _batches([number for number in files if self.plan.files[number].publish == "file"])
             for kind, batches in (("close", rest), ("last", [last] if last else [])):
                 if batches:
                     tasks = [(batch, self.directory, self.options, TaskRef(crcs), before) for batch in batches]
@@ -232,12 +232,14 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
         graph = self._after(self.closed, receipts)
         files = [(number, file) for number, file in enumerate(self.plan.files) if not file.done]
         done = [TaskRef(self.closed)]
-        last = [number for number, file in files if file.last]
+        last = [number for number, file in files if file.publish != "file"]
         if last and can(self.directory).positioned:  # at URLs files have their names already
             withdrawn = self._key("withdraw")
             graph[withdrawn] = Task(withdrawn, withdraw_index, TaskRef(self._key("plan")), self.directory, done[-1])
             done.append(TaskRef(withdrawn))
-        unnamed = [number for number, file in files if file.link is None and not file.last and self._unnamed(file)]
+        unnamed = [
+            number for number, file in files if file.link is None and file.publish == "file" and self._unnamed(file)
+        ]
         for kind, numbers in (
             ("commit", unnamed),
             ("link", [number for number, file in files if file.link is not None]),
@@ -260,7 +262,7 @@ class Graph(DaskMethodsMixin):  # type: ignore[misc]  # dask has no types
 
         At URLs working tasks name their files, except the metadata of a store, which they do not write.
         """
-        return can(self.directory).positioned or (self.plan.exclusive and not file.layout.contents)
+        return can(self.directory).positioned or (self.plan.shape == "store" and not file.layout.contents)
 
     def _unchanged(self, graph: dict[str, Any], moved: TaskRef) -> TaskRef:
         """Add the task that checks the sources once all bytes are moved."""

@@ -99,8 +99,8 @@ def _run(
         receipts = execute(graph.closing(receipts), graph.closed, graph.run, threads, reporter.add)
         session.complete()
         receipts = execute(graph.naming(receipts), graph.key, graph.run, threads, reporter.add)
-        sums = Checksums(plan, root) if options.ledger and checksums and not plan.exclusive else None
-        if sums is not None and plan.alone:
+        sums = Checksums(plan, root) if options.ledger and checksums and plan.shape != "store" else None
+        if sums is not None and plan.shape == "file":
             sums.load()  # before the ledger is removed
         session.finished()
     except BaseException as error:

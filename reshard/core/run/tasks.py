@@ -238,7 +238,7 @@ def crcs_of_files(plan: Plan, receipts: Iterable[Receipt]) -> dict[int, list[Ran
 
 def _waits(file: TargetFile) -> bool:
     """Return whether the literals of a file are written when it is closed."""
-    return file.last or bool(file.layout.crcs)
+    return file.publish != "file" or bool(file.layout.crcs)
 
 
 @timed
@@ -261,7 +261,7 @@ def close_files(
             file, path = plan.files[number], unfinished(plan, number, directory)
             if not plan.by_file:
                 _complete(path, file, crcs.get(number, ()), options)
-            elif file.last:
+            elif file.publish != "file":
                 write_literals(plan, number, directory, sync=options.fsync)
             ready.append((number, *local_store().status(path)[:2]))
     return Receipt(f"close {files[0]}", 0, 0, ready=tuple(ready))
@@ -340,7 +340,7 @@ def withdraw(directory: str, files: Iterable[TargetFile]) -> None:
     """Remove old indexes, and a tracker file unless it names another checkpoint."""
     for file in files:
         path = f"{directory}/{file.path}"
-        if file.last and not (file.pointer and _is_of_another(path, file.layout)):
+        if file.publish != "file" and not (file.publish == "pointer" and _is_of_another(path, file.layout)):
             store_at(directory).remove(path)
 
 
@@ -389,7 +389,7 @@ def _write_files(
             in_order=True,
             check_cancelled=lambda: live_runs.check_cancelled(options.run),
         )
-        if not plan.exclusive:  # the graph checks the sources before it writes the group of a store
+        if plan.shape != "store":  # the graph checks the sources before it writes the group of a store
             check_sources(plan, None)
         sinks.finish(durable=options.fsync)
     except BaseException:
@@ -428,7 +428,7 @@ def _sink(plan: Plan, number: int, directory: str, upload: Upload | None = None)
 
     if plan.coding and plan.coding.of(file.path):
         return plan.coding.sink(file.path, Ordered(begin, path, None))
-    ends = plan.exclusive and bool(layout.contents)
+    ends = plan.shape == "store" and bool(layout.contents)
     skips = merged(upload.skips) if upload else []
     ordered = Ordered(begin, path, layout.size, room=layout.size if ends else 0, ends=ends, skips=skips)
     constant: list[tuple[int, bytes | memoryview]] = [*layout.literals, *_zeros(layout)]

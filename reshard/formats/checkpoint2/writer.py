@@ -111,9 +111,11 @@ class Checkpoint2Target(Ranks):
         contents = [(COMMON, (self._layout.common or "").encode())]
         if self._full is not None:
             contents.insert(0, (METADATA, self._metadata(self._full)))
-        metadata_files = [TargetFile(first, f"{directory}/{name}", literal(text), last=True) for name, text in contents]
+        metadata_files = [
+            TargetFile(first, f"{directory}/{name}", literal(text), publish="index") for name, text in contents
+        ]
         tracker = literal(f"{self._layout.step}".encode())
-        return (*tensor_files, *metadata_files, TargetFile(first, TRACKER, tracker, last=True, pointer=True))
+        return (*tensor_files, *metadata_files, TargetFile(first, TRACKER, tracker, publish="pointer"))
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of tensors that all ranks get whole, and of faults of `common.json`."""

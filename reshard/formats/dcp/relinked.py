@@ -102,7 +102,7 @@ class Relinked(Target):
         flat = {new: {WHOLE_SHAPE: flat_shapes[old]} for new, old in carried.items() if old in flat_shapes}
         content = metadata(entries, {"mcore_data": flat} if flat else {})
         copies = [TargetFile(0, name, literal(file_bytes)) for name, file_bytes in sidecar_files.items()]
-        index = TargetFile(0, DCP_INDEX, literal(content), last=True)
+        index = TargetFile(0, DCP_INDEX, literal(content), publish="index")
         self.dropped = tuple(dropped)
         self.ranks = tuple(sorted({link.rank for link in files.links.values()}))
         self.memory: tuple[Share, ...] = (

@@ -156,11 +156,12 @@ class DCPTarget(Target):
         last_files = {f"{self._directory}{name}": file_bytes for name, file_bytes in self._sidecar_files.items()}
         last_files[f"{self._directory}{DCP_INDEX}"] = metadata(entries, {})
         target_files += [
-            TargetFile(self.ranks[0], path, literal(file_bytes), last=True) for path, file_bytes in last_files.items()
+            TargetFile(self.ranks[0], path, literal(file_bytes), publish="index")
+            for path, file_bytes in last_files.items()
         ]
         if self._step is not None:
             tracker = literal(f"{self._step}".encode())
-            target_files.append(TargetFile(self.ranks[0], TRACKER, tracker, last=True, pointer=True))
+            target_files.append(TargetFile(self.ranks[0], TRACKER, tracker, publish="pointer"))
         return tuple(target_files)
 
     def warnings(self) -> tuple[str, ...]:

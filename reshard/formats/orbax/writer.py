@@ -58,7 +58,7 @@ class OrbaxItem(ZarrStore):
             "custom_metadata": {},
         }
         contents = {METADATA: json.dumps(metadata), STEP_METADATA: json.dumps(step), COMMITTED: "reshard wrote it"}
-        made = (TargetFile(0, name, literal(text.encode()), last=True) for name, text in contents.items())
+        made = (TargetFile(0, name, literal(text.encode()), publish="index") for name, text in contents.items())
         return (*files, *made, group)
 
     def metadata_of(self, array: Array, attributes: dict[str, Any]) -> dict[str, Any]:

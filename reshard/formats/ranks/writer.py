@@ -135,7 +135,9 @@ class Ranks(Target):
             contents.append(Content(item.name, item.tensor.spec.dtype, (), item.tensor.text))
         result = self._laid_out(contents, groups)
         last_files = {**self._sidecars.contents, **dict(filter(None, [self._shard_files.index]))}
-        result += [TargetFile(self.ranks[0], path, literal(content), last=True) for path, content in last_files.items()]
+        result += [
+            TargetFile(self.ranks[0], path, literal(content), publish="index") for path, content in last_files.items()
+        ]
         if len({file.path for file in result}) < len(result):
             raise UsageError(
                 f"several ranks would write to one file of {names(self._shard_files.paths)}", code="duplicate-name",

@@ -52,7 +52,7 @@ class ZarrStore(Target):
 
     format = NAME
     ranks: tuple[int, ...] = (0,)
-    exclusive = True
+    shape = "store"
     carries = True
     consolidates = True
 
@@ -117,7 +117,7 @@ class ZarrStore(Target):
             **({"common": common} if common else {}),
         }
         group = group_metadata(attributes, metadata if self.consolidates else {})
-        result.append(TargetFile(0, METADATA, literal(group), last=True))
+        result.append(TargetFile(0, METADATA, literal(group), publish="index"))
         return tuple(result)
 
     def warnings(self) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class RawTarget(Target):
             block = {"offset": [0] * len(shape), "size": shape, "file": "data.raw", "begin": begin, "end": end}
             table[item.name] = {"dtype": item.dtype.name, "shape": shape, "blocks": [block]}
         data = TargetFile(0, "data.raw", FileLayout(end, (), tuple(contents)))
-        return data, TargetFile(0, INDEX, literal(json.dumps(table).encode()), last=True)
+        return data, TargetFile(0, INDEX, literal(json.dumps(table).encode()), publish="index")
 
 
 class RawCuts(Format):

@@ -76,10 +76,10 @@ def older_files(plan: Plan, root: str) -> dict[str, Older]:
     """
     refuse_link(root)
     source = plan.source.opened
-    if plan.alone or is_within(root, source.root):
+    if plan.shape == "file" or is_within(root, source.root):
         return {}
     records = known_of_target(root, with_ranges=False).records
-    if plan.exclusive and not as_place(f"{root}.reshard").is_symlink():
+    if plan.shape == "store" and not as_place(f"{root}.reshard").is_symlink():
         records = known(root, directory=f"{root}.reshard", with_ranges=False).records | records
     written = {file.path for file in plan.files}
     read = {str(as_place(file.path).real()) for file in source.files}
@@ -163,15 +163,15 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
         TargetError: the directory has another checkpoint: files of another format or checkpoint, a unified set or a
             zarr store. Readers would read that, or both. If the target is inside the source, this is a warning.
     """
-    has_pointer = any(file.pointer for file in plan.files)
-    if plan.exclusive or (has_pointer and is_iteration(target.name)):  # `check_target` rejects any other file
+    has_pointer = any(file.publish == "pointer" for file in plan.files)
+    if plan.shape == "store" or (has_pointer and is_iteration(target.name)):  # `check_target` rejects any other file
         return ()
     ranks, foreign, hiding = [], [], []
     with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
         listing = target.names()
         if not listing:
             return ()
-        own_pattern, has_index = _own(plan), any(file.last for file in plan.files)
+        own_pattern, has_index = _own(plan), any(file.publish != "file" for file in plan.files)
         hiding = [name for name in set_indexes(listing) if not has_index and name not in older]
         hiding += [other.called or other.title] if (other := marked(listing)) else []
         if not has_pointer:
@@ -270,8 +270,8 @@ class _Retention:
     def __init__(self, plan: Plan, provenance: str) -> None:
         self._provenance = provenance
         self._steps = _steps(file.path for file in plan.files)
-        self._iterations = {os.path.dirname(file.path) for file in plan.files if not file.pointer}
-        self._is_of_run = any(file.pointer for file in plan.files)
+        self._iterations = {os.path.dirname(file.path) for file in plan.files if file.publish != "pointer"}
+        self._is_of_run = any(file.publish == "pointer" for file in plan.files)
         way, strategy = (plan.request.files, plan.request.target) if plan.request else (None, None)
         self._parts = {*way.every.paths, *(way.every.index or ())[:1]} if isinstance(way, SomeFiles) else set()
         self._families = None if plan.request else _families(plan)

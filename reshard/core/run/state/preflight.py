@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Plan
     from reshard.core.records.logs import State
     from reshard.core.run.settings import RunOptions
+    from reshard.core.target import Publish
 
 T = TypeVar("T")
 
@@ -61,16 +62,14 @@ class Planned(NamedTuple):
         digest: a digest of everything that determines its contents.
         size: its size in bytes.
         is_link: it is a link.
-        is_last: it is an index, published last, because it marks a set as complete.
-        is_pointer: it is a tracker file that names the index; published after that.
+        publish: when it gets its name: see `TargetFile`.
         is_encoded: it is compressed, and so cannot be compared with a source that may have changed.
     """
 
     digest: str
     size: int
     is_link: bool = False
-    is_last: bool = False
-    is_pointer: bool = False
+    publish: Publish = "file"
     is_encoded: bool = False
 
 
@@ -133,10 +132,12 @@ class Preflight(NamedTuple):
 def fates(files: Mapping[str, Planned], states: Mapping[str, FileState], policy: Policy) -> dict[str, Fate]:
     """Decide what to do with each file."""
     decisions = {file: fate(planned, states.get(file, FileState()), policy) for file, planned in files.items()}
-    is_complete = all(decision.do is Do.KEEP or files[file].is_pointer for file, decision in decisions.items())
+    is_complete = all(
+        decision.do is Do.KEEP or files[file].publish == "pointer" for file, decision in decisions.items()
+    )
     if not is_complete:  # an index marks a set as complete: withdraw it
         for file, decision in decisions.items():
-            if decision.do is Do.KEEP and files[file].is_last:
+            if decision.do is Do.KEEP and files[file].publish != "file":
                 decisions[file] = decision._replace(do=Do.MAKE)
     return decisions
 
@@ -153,7 +154,7 @@ def fates_of(
         SourceError: a file cannot be read.
     """
     decisions = fates(files, states, policy)
-    if plan.alone and not policy.restart:
+    if plan.shape == "file" and not policy.restart:
         for number, path in enumerate(files):
             if decisions[path].do is Do.UNMANAGED and is_as_planned(plan, root, number):
                 decisions[path] = Fate(Do.KEEP, states[path].state)
@@ -183,12 +184,15 @@ def fate(planned: Planned, existing: FileState, policy: Policy) -> Fate:
     if is_ours and is_same and state == record.ready and not starts_again:
         return Fate(Do.KEEP, ours, is_touched)
     may_replace = (
-        planned.is_pointer or is_ours or policy.overwrite or is_unnoted(planned, record, state, early=policy.early)
+        planned.publish == "pointer"
+        or is_ours
+        or policy.overwrite
+        or is_unnoted(planned, record, state, early=policy.early)
     )
     if state is not None and not may_replace:
         return Fate(Do.UNMANAGED)
     starts_over = policy.restart or (policy.overwrite and not is_same)
-    if starts_over or is_touched or planned.is_pointer:  # otherwise a file might mix blocks of two sources
+    if starts_over or is_touched or planned.publish == "pointer":  # otherwise a file might mix blocks of two sources
         return Fate(Do.MAKE, ours)
     if is_same:
         return Fate(Do.RESUME, ours)
@@ -251,12 +255,12 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
         SourceError: the storage of the target cannot be reached.
         UsageError: the target has the name of a store, but another format.
     """
-    if not plan.exclusive and any(
+    if plan.shape != "store" and any(
         each.extension and root.endswith(f".{each.extension}") for each in targets() if not each.one_file
     ):
         check_name(root, plan.format)
     below = root.rstrip("/") + "/"
-    if any(file.pointer for file in plan.files) and is_iteration(os.path.basename(root)):
+    if any(file.publish == "pointer" for file in plan.files) and is_iteration(os.path.basename(root)):
         raise TargetError(
             f"{root} is an iteration, not the directory of a run",
             code="is-iteration",
@@ -270,7 +274,7 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
         )
     read = [file.path for file in plan.source.files if file.inputs is None]
     sources = {str(as_place(path).real()) for path in read}
-    indexes = {os.path.dirname(below + file.path) for file in plan.files if file.last and not file.pointer}
+    indexes = {os.path.dirname(below + file.path) for file in plan.files if file.publish == "index"}
     if any(path.startswith(f"{directory}/") for directory in indexes for path in sources):
         raise TargetError(
             f"{root} holds the source",
@@ -292,9 +296,9 @@ def check_target(plan: Plan, root: str, older: Collection[str] = ()) -> None:
             )
     if can(root).positioned:  # URLs have no directories
         _check_kinds(plan, root)
-    if plan.exclusive:
+    if plan.shape == "store":
         _check_exclusive(plan, root, older)
-    for directory in () if plan.exclusive else sorted(indexes):
+    for directory in () if plan.shape == "store" else sorted(indexes):
         _check_one_set(plan, root, directory, older)
 
 
@@ -305,8 +309,10 @@ def _check_apart(plan: Plan, root: str) -> None:
     named one by one, or the source is one file, their directory is not the source. The same holds for a target that
     is one file.
     """
-    iterations = {os.path.dirname(file.path) for file in plan.files if not file.pointer}
-    targets = [f"{root}/{path}" for path in iterations] if any(file.pointer for file in plan.files) else [root]
+    iterations = {os.path.dirname(file.path) for file in plan.files if file.publish != "pointer"}
+    targets = (
+        [f"{root}/{path}" for path in iterations] if any(file.publish == "pointer" for file in plan.files) else [root]
+    )
     for source, target in product((each.opened for each in plan.source.sources), targets):
         origin = as_place(source.root).absolute()
         if source.opening.by_file or origin in {as_place(file.path) for file in source.files[:1]} or origin.is_file():
@@ -315,7 +321,7 @@ def _check_apart(plan: Plan, root: str) -> None:
             raise TargetError(
                 f"{target} is inside its source, {source.root}", code="overlaps", hint="choose a target outside it"
             )
-        if is_within(source.root, target) and not (plan.alone or is_within(target, source.root)):
+        if is_within(source.root, target) and not (plan.shape == "file" or is_within(target, source.root)):
             raise TargetError(
                 f"{target} has its source inside, {source.root}",
                 code="overlaps",
@@ -390,9 +396,7 @@ def _files_at(url: str) -> list[str]:
 def planned_files(plan: Plan, digests: Sequence[str]) -> dict[str, Planned]:
     """Return the files that a plan writes, by path."""
     return {
-        file.path: Planned(
-            made_of, plan.size_of(file), file.link is not None, file.last, file.pointer, bool(plan.encoded(file))
-        )
+        file.path: Planned(made_of, plan.size_of(file), file.link is not None, file.publish, bool(plan.encoded(file)))
         for file, made_of in zip(plan.files, digests, strict=True)
     }
 
@@ -448,7 +452,7 @@ def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str]
     refuse_link(root)
     paths = [file.path for file in plan.files]
     records = known_of_target(root, paths).records
-    if plan.exclusive:
+    if plan.shape == "store":
         refuse_foreign(f"{root}.reshard")
         records = records_beside(root, paths) | records
     existing = seen_files(plan, root, records, records)

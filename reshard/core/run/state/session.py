@@ -117,7 +117,7 @@ class Session:
         self._named_early = not can(root).positioned  # URLs: a file gets its name as soon as it is complete
         self._older = older or {}
         self.removed: tuple[str, ...] = ()
-        if ledger and plan.exclusive:
+        if ledger and plan.shape == "store":
             refuse_foreign(f"{root}.reshard")
         sources = changes_digest(plan)
         provenance = provenance_file(ledger_provenance(plan)) if ledger else b""
@@ -131,7 +131,7 @@ class Session:
             digests = file_digests(plan) if ledger else [uuid.uuid4().hex] * len(plan.files)
             self._whole = plan = replace(plan, digests=tuple(digests))
             self._planned = planned_files(plan, digests)
-            records = self.ledger.load(self._paths, beside=plan.exclusive)
+            records = self.ledger.load(self._paths, beside=plan.shape == "store")
             self._existing = seen_files(plan, root, records, self._paths if options.starts_over else records)
             replaces = options.overwrite or (options.restart and not ledger)
             policy = Policy(sources, self._named_early, replaces, options.restart)
@@ -204,9 +204,9 @@ class Session:
     def finished(self) -> None:
         """Write the last records; move or remove the ledger if the target directory may not hold it."""
         self.flush()
-        if self._whole.exclusive:
+        if self._whole.shape == "store":
             self.ledger.move(f"{self._root}.reshard")
-        if self._whole.alone:
+        if self._whole.shape == "file":
             self.ledger.dissolve(self._paths)
 
     def failed(self, error: BaseException, changed: Mapping[int, Status | None]) -> None:
@@ -285,7 +285,7 @@ class Session:
         before, ready = self._existing[path].state, self._ready.get(number)
         keeps = self.ledger.keeps
         if self._named_early and was_unfinished and state is not None and (is_spoiled or not keeps):
-            if state == ready or (not keeps and (before is None or (self._whole.exclusive and state != before))):
+            if state == ready or (not keeps and (before is None or (self._whole.shape == "store" and state != before))):
                 remote_store().discard(f"{self._root}/{path}")  # it got its name before all files were complete
                 return _Remains(is_known=False)
         elif self._named_early and was_unfinished and ready is None and state not in {None, before}:
@@ -382,16 +382,16 @@ class Session:
         headers = _headers(self._whole)
         for file in (self._whole.files[number] for number in numbers):
             planned, ours = self._planned[file.path], self._fates[file.path].ours
-            rank = file.rank if file.layout.contents or not file.last else None
+            rank = file.rank if file.layout.contents or file.publish == "file" else None
             header = headers.get(file.layout, "")
             records[file.path] = Record(planned.digest, planned.size, replaces=ours, rank=rank, header=header)
         return records
 
     def _note_kept(self) -> None:
         """Record kept files whose records in an earlier log have another provenance, or will be lost with it."""
-        if self._whole.alone:
+        if self._whole.shape == "file":
             return
-        replaces_log = self._whole.exclusive and self.ledger.has_log
+        replaces_log = self._whole.shape == "store" and self.ledger.has_log
         made = self._provenance_digest
         numbers = [number for number in self._numbers(Do.KEEP) if replaces_log or self._record(number).made != made]
         records = {self._paths[number]: self._record(number) for number in numbers}

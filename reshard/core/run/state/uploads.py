@@ -102,7 +102,7 @@ def can_resume(plan: Plan, number: int) -> bool:
     """Return whether a file is sent in parts that a later run can use."""
     file = plan.files[number]
     is_plain = plan.coding is None and plan.cipher is None and not file.layout.crcs  # whose sums need all bytes
-    is_first = file.link is None and not file.last and not plan.exclusive
+    is_first = file.link is None and file.publish == "file" and plan.shape != "store"
     return is_plain and is_first and len(upload_of(plan, number).parts) > 1
 
 
@@ -143,7 +143,7 @@ def uploads_of(plan: Plan, numbers: Iterable[int], directory: str) -> dict[int, 
         SourceError, TargetError: the store cannot be reached.
     """
     numbers = list(numbers)
-    if not in_s3(directory) or plan.coding is not None or plan.exclusive:
+    if not in_s3(directory) or plan.coding is not None or plan.shape == "store":
         return {}
     used = sorted({copied.source for number in numbers for copied in plan.copies.get(number, ())})
     sources = dict(zip(used, map_ordered(partial(_source, plan), used, min(REQUESTS, len(used))), strict=True))

@@ -152,8 +152,8 @@ class UniversalTarget(Target):
             result.append(TargetFile(0, f"{DIRECTORY}/{state.parameter}/{state.kind}.pt", layout))
         return (
             *result,
-            TargetFile(0, f"{DIRECTORY}/{OPTIMIZER}", literal(self._optimizer_file), last=True),
-            TargetFile(0, TRACKER, literal(b"."), last=True),
+            TargetFile(0, f"{DIRECTORY}/{OPTIMIZER}", literal(self._optimizer_file), publish="index"),
+            TargetFile(0, TRACKER, literal(b"."), publish="index"),
         )
 
     def warnings(self) -> tuple[str, ...]:
