@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reshard.api.jobs import Job
     from reshard.core.model.checkpoint import Checkpoint as Record
     from reshard.core.plan.plan import Plan
+    from reshard.core.run.bound import Bound
     from reshard.core.run.settings import Progress, Report, RunOptions
     from reshard.core.storage.places import AnyName, Place
     from reshard.rules.rules import Rules
@@ -132,10 +133,16 @@ def run_plan(
     progress: Callable[[Progress], None] | bool | None,
 ) -> Report:
     """Run a plan, with `progress` as in `Plan.run`."""
-    from reshard.core.run.run import run  # it brings dask
+    from reshard.core.run.bound import bind
+
+    return _run_bound(bind(plan, directory, options), options, progress)
+
+
+def _run_bound(bound: Bound, options: RunOptions, progress: Callable[[Progress], None] | bool | None) -> Report:
+    from reshard.core.run.run import run_bound  # it brings dask
 
     with progress_of(progress) as callback:
-        return run(plan, directory, options, progress=callback)
+        return run_bound(bound, options, progress=callback)
 
 
 def carried_out(
@@ -146,13 +153,12 @@ def carried_out(
     warned: Collection[str] = (),
 ) -> Report:
     """Run the plan of a job, and warn of what the source did not; of other files, too, if the target is a directory."""
-    plan = conversion.plan
-    if conversion.result in {None, conversion.directory}:
-        from reshard.core.run.state.beside import with_neighbours  # it imports the modules that run a plan
+    from reshard.core.run.bound import bind  # it imports the modules that run a plan
 
-        plan = with_neighbours(plan, target, starts_over=options.starts_over)
-    warn(text for text in plan.warnings if text not in warned)
-    return run_plan(plan, conversion.directory or target, options, progress)
+    is_whole = conversion.result in {None, conversion.directory}
+    bound = bind(conversion.plan, conversion.directory or target, options, is_whole=is_whole)
+    warn(text for text in bound.plan.warnings if text not in warned)
+    return _run_bound(bound, options, progress)
 
 
 def _layouts_of(path: Place) -> Arrangement | None:

@@ -31,6 +31,7 @@ from reshard.view.progress import progress
 if TYPE_CHECKING:
     from reshard.cli.options import Running
     from reshard.core.plan.plan import Plan
+    from reshard.core.run.bound import Bound
     from reshard.core.run.settings import Report
     from reshard.core.storage.places import Place
 
@@ -65,51 +66,72 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         running: the options.
         result: the target that the user named, if it is a file in the target directory.
     """
-    from reshard.core.plan.partition import partitioned
-    from reshard.core.run.state.beside import with_neighbours
-    from reshard.view.text import report_text
+    from reshard.core.run.bound import bind
 
     _check_manifest(running.write_manifest, plan, target, overwrite=running.overwrite)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
-    if result in {None, target}:
-        plan = with_neighbours(plan, target, starts_over=running.starts_over)
-    warnings = [*plan.warnings]
-    if plan.source.cipher and not plan.cipher:
-        advice = "; --target-key-file encrypts it" if plan.format == "ckpt" else ""
-        warnings.append(f"{plan.source.root} is encrypted, and what is written is not{advice}")
-    plan = replace(plan, warnings=tuple(warnings))
-    plan = partitioned(plan, None, str(target), server_copy=running.server_copy)
+    bound = bind(_with_warning_of_keys(plan), target, running, is_whole=result in {None, target})
     if not running.quiet:
-        say_warnings(plan.warnings)
+        say_warnings(bound.plan.warnings)
     if running.dry_run:
-        messages = _preflight(plan, target, running)
+        messages = _preflight(bound, running)
         if not running.quiet:
             say_warnings(messages)
-        print_plan(plan, str(target), as_json=running.as_json, verbose=running.verbose)
+        print_plan(bound.plan, str(target), as_json=running.as_json, verbose=running.verbose)
         return
-    done = _run(plan, target, running)
+    done = _run(bound, running)
     wrote()
     if done.touched and not running.quiet:
         say_warnings([_touched(done.touched, "kept")])
-    location, manifest, check = result or target, None, None
+    manifest = None
     if running.write_manifest is not None:
         manifest = _write_manifest(running.write_manifest, done, overwrite=running.overwrite)
-        check = _command("verify", location, "--manifest", running.write_manifest)
-    if running.quiet and not running.as_json:
-        return
+    if running.as_json or not running.quiet:
+        _print_done(bound.plan, target, result or target, done, running, manifest)
+
+
+def _with_warning_of_keys(plan: Plan) -> Plan:
+    """Return a plan with a warning if it decrypts what it writes."""
+    if not plan.source.cipher or plan.cipher:
+        return plan
+    advice = "; --target-key-file encrypts it" if plan.format == "ckpt" else ""
+    warning = f"{plan.source.root} is encrypted, and what is written is not{advice}"
+    return replace(plan, warnings=(*plan.warnings, warning))
+
+
+def _run(bound: Bound, running: Running) -> Report:
+    """Run a plan, with a progress bar."""
+    from reshard.core.run.executor import import_dask
+
+    cluster = running.cluster
+    if requested_cluster(cluster) is None and click.get_current_context().obj is OWN_PROCESS:
+        import_dask()
+    from reshard.core.run.run import run_bound
+
+    checksums = None if running.write_manifest is None else True
+    typed = click.get_current_context().meta[TYPED]
+    with (
+        cluster_client(cluster, running.threads, quiet=running.quiet) as client,
+        progress(quiet=running.quiet or running.as_json) as callback,
+    ):
+        options = replace(running, client=client, checksums=checksums, command=typed)
+        return run_bound(bound, options, progress=callback)
+
+
+def _print_done(
+    plan: Plan, directory: Place, location: Place, done: Report, running: Running, manifest: str | None
+) -> None:
+    """Print what a run wrote, and the commands that check it and look at it."""
+    check = None if manifest is None else _command("verify", location, "--manifest", running.write_manifest)
     is_known = plan.shape != "file" and _is_known(plan, location)
-    keys = [
-        *(key_typed("--key-file", "cipher") if plan.source.cipher else ()),
-        *(key_typed("--target-key-file", "target_cipher") if plan.cipher else ()),
-    ]
-    against = ("--against", plan.source.root)
-    is_same = plan.shape == "file" and plan.request is None and not (plan.dropped or keys)
-    verify = _command("verify", location, *(against if is_same else keys)) if is_known or is_same else None
+    verify = _verify(plan, location, is_known=is_known)
     if running.as_json:
         from reshard.view.words import plan_data
 
-        print_json(plan_data(plan, str(target), done, verify, check))
+        print_json(plan_data(plan, str(directory), done, verify, check))
         return
+    from reshard.view.text import report_text
+
     look = None
     if is_known or plan.shape == "file":
         look = _inspect(location) if plan.cipher else _command("inspect", location)
@@ -120,22 +142,15 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
         say(f"to check it against the manifest: {check}")
 
 
-def _run(plan: Plan, target: Place, running: Running) -> Report:
-    """Run a plan, with a progress bar."""
-    from reshard.core.run.executor import import_dask
-
-    cluster = running.cluster
-    if requested_cluster(cluster) is None and click.get_current_context().obj is OWN_PROCESS:
-        import_dask()
-    from reshard.core.run.run import run
-
-    checksums = None if running.write_manifest is None else True
-    typed = click.get_current_context().meta[TYPED]
-    with (
-        cluster_client(cluster, running.threads, quiet=running.quiet) as client,
-        progress(quiet=running.quiet or running.as_json) as callback,
-    ):
-        return run(plan, target, replace(running, client=client, checksums=checksums, command=typed), progress=callback)
+def _verify(plan: Plan, location: Place, *, is_known: bool) -> str | None:
+    """Return the command that verifies what a plan wrote; None if its path is not enough."""
+    keys = [
+        *(key_typed("--key-file", "cipher") if plan.source.cipher else ()),
+        *(key_typed("--target-key-file", "target_cipher") if plan.cipher else ()),
+    ]
+    if plan.shape == "file" and plan.request is None and not (plan.dropped or keys):  # only the format changed
+        return _command("verify", location, "--against", plan.source.root)
+    return _command("verify", location, *keys) if is_known else None
 
 
 def _is_known(plan: Plan, location: Place) -> bool:
@@ -180,16 +195,13 @@ def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then
         print_text(plan_text(plan, directory, verbose=verbose, then=then))
 
 
-def _preflight(plan: Plan, target: Place, running: Running) -> list[str]:
+def _preflight(bound: Bound, running: Running) -> list[str]:
     """Return messages on existing target files and the options that they require."""
-    from reshard.core.run.state.beside import older_files, refuse_other_ranks
     from reshard.core.run.state.preflight import Do, files_with, preflight
     from reshard.view.text import count_text
 
-    older = older_files(plan, str(target.real())) if running.starts_over else {}
-    state = preflight(plan, str(target), running, older)
-    if running.starts_over:
-        refuse_other_ranks(plan, str(target.real()), older)
+    plan, root, older = bound
+    state = preflight(plan, root, running)
     finished = files_with(state.fates, Do.KEEP)
     key = ", with another key" if plan.cipher else ""
     counts = (

@@ -11,9 +11,8 @@ from remotes import put
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.core.plan.partition import partitioned
+from reshard.core.run.bound import bind
 from reshard.core.run.settings import RunOptions
-from reshard.core.run.state.beside import with_neighbours
 from reshard.core.run.state.preflight import preflight
 from reshard.core.storage.places import as_place
 from reshard.core.storage.urls.filesystems import FileSystemClient
@@ -102,6 +101,6 @@ def test_headers_that_differ_are_told_apart(root: str, tmp_path: Path, counted: 
 def test_a_new_target_is_listed_at_most_three_times(root: str, tmp_path: Path, counted: Counted) -> None:
     source = reshard.open(write_ranks(tmp_path, FULL, STRATEGY, "safetensors"), strategy=STRATEGY)
     plan = reshard.plan(source, Strategy.of({name: Layout.of([2], [0, -1]) for name in FULL}))._record
-    plan = with_neighbours(partitioned(plan, None, root), as_place(root), starts_over=False)
-    assert not preflight(plan, root, RunOptions()).resumable
+    bound = bind(plan, root, RunOptions(), is_whole=True)
+    assert not preflight(bound.plan, bound.root, RunOptions()).resumable
     assert len(counted.pages) <= 3

@@ -11,23 +11,21 @@ import time
 from typing import TYPE_CHECKING
 
 from reshard import environment
-from reshard.core.plan.partition import partitioned
 from reshard.core.records.logs import DIRECTORY
+from reshard.core.run.bound import Bound, bind
 from reshard.core.run.clusters.where import located
 from reshard.core.run.clusters.workers import check_workers
 from reshard.core.run.executor import execute
 from reshard.core.run.graph import Graph
 from reshard.core.run.prefetch import Prefetch
 from reshard.core.run.settings import Progress, Receipt, Report, TaskOptions, peak_memory, report_of, uncounted_memory
-from reshard.core.run.state.beside import older_files, refuse_other_ranks
-from reshard.core.run.state.preflight import check_target
 from reshard.core.run.state.session import Session
 from reshard.core.run.state.sums import Checksums
 from reshard.core.run.state.unchanged import changed_sources, check_sources
 from reshard.core.run.tasks import drop_sources
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.local import local_store
-from reshard.core.storage.places import any_store, as_place, can
+from reshard.core.storage.places import any_store, can
 from reshard.core.storage.threads import processor_count
 from reshard.core.storage.urls.pool import pool
 
@@ -48,22 +46,19 @@ def run(
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Write the target files of a plan; see `reshard.Plan.run`."""
+    return run_bound(bind(plan, directory, options), options, progress=progress)
+
+
+def run_bound(bound: Bound, options: RunOptions, *, progress: Callable[[Progress], None] | None = None) -> Report:
+    """Write the target files of a plan that is bound to its target."""
     with located(options.client, options.threads) as where:
-        return _run(plan, directory, options, where, progress)
+        return _run(bound, options, where, progress)
 
 
-def _run(
-    plan: Plan, directory: AnyName, options: RunOptions, where: Where, progress: Callable[[Progress], None] | None
-) -> Report:
+def _run(bound: Bound, options: RunOptions, where: Where, progress: Callable[[Progress], None] | None) -> Report:
     began = time.perf_counter()
-    root = str(as_place(directory).real())
-    plan = partitioned(plan, options.partition, root, server_copy=options.server_copy)
-    removes = options.ledger and options.starts_over
-    older = older_files(plan, root) if removes else {}
+    plan, root, older = bound
     uncounted = uncounted_memory(plan)
-    check_target(plan, root, older)
-    if removes:
-        refuse_other_ranks(plan, root, older)
     check_sources(plan, None)
     local_store().drop_glances({file.path for file in plan.source.files})
     threads = (

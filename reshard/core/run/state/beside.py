@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -195,21 +194,6 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
             )  # fmt: skip
         return (f"{message}; readers may take either or both",)
     return (f"{target} has {names(ranks, most=3)}, of ranks that are not this target's",) if ranks else ()
-
-
-def with_neighbours(plan: Plan, target: Place, *, starts_over: bool) -> Plan:
-    """Return a plan with warnings about other files in its target directory.
-
-    Args:
-        plan: the plan to be run.
-        target: the target directory.
-        starts_over: whether the run has `overwrite` or `restart`, and removes files of earlier runs.
-
-    Raises:
-        TargetError: the directory has another checkpoint (`neighbours`).
-    """
-    older = older_files(plan, str(target.real())) if starts_over else {}
-    return replace(plan, warnings=(*plan.warnings, *neighbours(plan, target, older)))
 
 
 def _checkpoint_files(target: Place) -> list[str]:

@@ -438,17 +438,20 @@ def states_of(root: str, files: Sequence[str], needed: Collection[str]) -> dict[
     return dict.fromkeys(present, (-1, 0)) | dict(zip(requested, states, strict=True))
 
 
-def preflight(plan: Plan, root: str, options: RunOptions, older: Collection[str] = ()) -> Preflight:
+def preflight(plan: Plan, root: str, options: RunOptions) -> Preflight:
     """Return what a run would do with each target file; nothing is locked or changed.
 
     Only a run itself checks locks of other runs, and space on the disk.
 
+    Args:
+        plan: a plan that is bound to the target.
+        root: the target, a URL or a local path without links in it.
+        options: how the plan would be carried out.
+
     Raises:
-        TargetError: no run may write there (`check_target`), or the ledger directory is a link or has other files.
+        TargetError: the ledger directory is a link or has other files.
         SourceError: the storage of the target cannot be reached.
     """
-    root = str(as_place(root).real())
-    check_target(plan, root, older)
     refuse_link(root)
     paths = [file.path for file in plan.files]
     records = known_of_target(root, paths).records
