@@ -82,6 +82,39 @@ def region(bucket: str) -> str:
     return named or "us-east-1"
 
 
+def is_virtual(bucket: str) -> bool | None:
+    """Return whether a bucket is in the host name of requests, not in their path; None if nobody says it."""
+    style = options_of(bucket).addressing_style or _s3_settings().get("addressing_style", "")
+    if _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") and not options_of(bucket).addressing_style:
+        return True
+    return None if style in {"", "auto"} else style == "virtual"
+
+
+def _s3_settings() -> Mapping[str, str]:
+    """Return the indented lines below `s3 =` in the profile."""
+    pairs = (line.partition("=") for line in _profile().get("s3", "").splitlines())
+    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").lower() in {"1", "true", "yes"}
+
+
+def payer(bucket: str) -> dict[str, str]:
+    """Return the header of every request to a bucket whose requester pays."""
+    pays = options_of(bucket).requester_pays or _is_set("AWS_REQUEST_PAYER")
+    return {"x-amz-request-payer": "requester"} if pays else {}
+
+
+def encryption(bucket: str) -> dict[str, str]:
+    """Return the headers that say how the store encrypts a new object."""
+    own = options_of(bucket)
+    how = own.encryption or os.environ.get("AWS_SERVER_SIDE_ENCRYPTION", "")
+    key = own.encryption_key or os.environ.get("AWS_SSE_KMS_KEY_ID", "")
+    headers = {"x-amz-server-side-encryption": how or "aws:kms"} if how or key else {}
+    return headers | ({"x-amz-server-side-encryption-aws-kms-key-id": key} if key else {})
+
+
 def keys(bucket: str) -> Keys | None:
     """Return the credentials for a bucket; None if requests are not to be signed.
 
@@ -93,7 +126,7 @@ def keys(bucket: str) -> Keys | None:
         return None
     if own.key:
         return Keys(own.key, own.secret, own.token)
-    if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in {"1", "true", "yes"}:
+    if _is_set("AWS_SKIP_SIGNATURE"):
         return None
     access, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
     if access and secret:

@@ -14,7 +14,8 @@ import base64
 import os
 import re
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from html import escape
 from http.client import HTTPException
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,8 +38,19 @@ _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefre
 _LARGEST_COPY = 5 << 30  # S3's limit for one copy
 _COPIED_PART = 1 << 30
 
+_VIRTUAL = {"SecondLevelDomainForbidden", "VirtualHostDomainRequired"}
+"""Codes of stores that take the bucket in the host name alone: Alibaba's OSS, Huawei's OBS."""
+
+_MOST_SKEW = 300  # seconds; S3 refuses requests that are 15 minutes early or late
+
 _regions: dict[str, str] = {}
 """The regions of buckets that turned out to be elsewhere."""
+
+_virtual: set[str] = set()
+"""The buckets that turned out to belong into the host name."""
+
+_skews: dict[str, float] = {}
+"""How far the clocks of services are ahead of the one here, in seconds, by the endpoint or ""."""
 
 
 class Source(NamedTuple):
@@ -65,10 +77,13 @@ class S3Client:
 
     def _root(self, region: str) -> str:
         """Return the URL of the bucket: in the host name at Amazon, in the path elsewhere, as servers expect."""
+        is_virtual = aws.is_virtual(self.bucket)
         if endpoint := aws.endpoint(self.bucket):
+            if is_virtual or (is_virtual is None and self.bucket in _virtual):
+                return endpoint.replace("://", f"://{self.bucket}.", 1)
             return f"{endpoint}/{self.bucket}"
         domain = f"s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
-        is_name = re.fullmatch("[a-z0-9-]+", self.bucket)
+        is_name = is_virtual or (is_virtual is None and re.fullmatch("[a-z0-9-]+", self.bucket))
         return f"https://{self.bucket}.{domain}" if is_name else f"https://{domain}/{self.bucket}"
 
     def request(
@@ -87,21 +102,37 @@ class S3Client:
             StoreError: the store refuses the request.
             OSError, HTTPException: the connection failed.
         """
-        for is_last in (False, True):
+        parameters = f"?{aws.query_of(query)}" if query else ""
+        unsigned = {**aws.payer(self.bucket), **(headers or {})}
+        learned: set[str] = set()
+        while True:
             region = _regions.get(self.bucket) or aws.region(self.bucket)
-            parameters = f"?{aws.query_of(query)}" if query else ""
             url = f"{self._root(region)}/{aws.encoded(key)}{parameters}"
+            now = datetime.now(UTC) + timedelta(seconds=_skews.get(aws.endpoint(self.bucket), 0.0))
             reply = exchange(
-                method, url, aws.signed(method, url, headers or {}, aws.keys(self.bucket), region), body, into
+                method, url, aws.signed(method, url, unsigned, aws.keys(self.bucket), region, now), body, into
             )
-            elsewhere = reply.headers.get("x-amz-bucket-region", "")
-            is_region = re.fullmatch("[a-z0-9-]+", elsewhere)  # it becomes a part of the host name
-            if reply.status not in {301, 307, 400} or is_last or not is_region or elsewhere == region:
-                break
+            if reply.status < 300:
+                return reply
+            lesson = self._lesson(reply, region, now)
+            if not lesson or lesson in learned:
+                raise _error(reply, key)
+            learned.add(lesson)
+
+    def _lesson(self, reply: Reply, region: str, now: datetime) -> str:
+        """Note what a refusal says of the bucket: its region, its address, or the time there; "" if nothing."""
+        elsewhere = reply.headers.get("x-amz-bucket-region", "")
+        is_region = re.fullmatch("[a-z0-9-]+", elsewhere)  # it becomes a part of the host name
+        if reply.status in {301, 307, 400} and is_region and elsewhere != region:
             _regions[self.bucket] = elsewhere
-        if reply.status < 300:
-            return reply
-        raise _error(reply, key)
+            return "region"
+        if reply.status in {400, 403} and _code(reply) in _VIRTUAL and aws.is_virtual(self.bucket) is None:
+            _virtual.add(self.bucket)
+            return "address"
+        if reply.status == 403 and (there := _time_of(reply)) and abs((there - now).total_seconds()) > _MOST_SKEW:
+            _skews[aws.endpoint(self.bucket)] = (there - datetime.now(UTC)).total_seconds()
+            return "time"
+        return ""
 
     def _xml(self, method: str, key: str, query: Mapping[str, str], headers: Mapping[str, str] | None = None,
              body: Sequence[Buffer] = ()) -> Element:  # fmt: skip
@@ -116,8 +147,8 @@ class S3Client:
         """See `Client.info`."""
         try:
             headers = self.request("HEAD", key).headers
-        except StoreError as error:
-            if error.status != 400:
+        except (StoreError, PermissionError) as error:
+            if isinstance(error, StoreError) and error.status != 400:
                 raise
             self.request("GET", key, headers={"range": "bytes=0-0"})  # this response says why, as with expired tokens
             headers = self.request("HEAD", key).headers
@@ -168,7 +199,7 @@ class S3Client:
     def put(self, key: str, content: bytes | Sequence[Buffer]) -> None:
         """See `Client.put`."""
         body = [content] if isinstance(content, bytes) else content
-        self.request("PUT", key, headers=_sums(body), body=body)
+        self.request("PUT", key, headers=_sums(body) | aws.encryption(self.bucket), body=body)
 
     def delete(self, key: str) -> None:
         """See `Client.delete`."""
@@ -178,7 +209,8 @@ class S3Client:
         """See `Client.copy`."""
         info = self.info(key)
         if info.nbytes <= _LARGEST_COPY:
-            self._xml("PUT", copy, {}, {"x-amz-copy-source": aws.encoded(f"{self.bucket}/{key}")})
+            source = {"x-amz-copy-source": aws.encoded(f"{self.bucket}/{key}")}
+            self._xml("PUT", copy, {}, source | aws.encryption(self.bucket))
             return
         upload = self.begin(copy)
         begins = range(0, info.nbytes, _COPIED_PART)
@@ -193,7 +225,7 @@ class S3Client:
     def begin(self, key: str) -> str:
         """Begin an upload in parts, and return its identifier."""
         sums = {"x-amz-checksum-algorithm": "CRC32C", "x-amz-checksum-type": "FULL_OBJECT"} if _sends_sums() else {}
-        return _text(self._xml("POST", key, {"uploads": ""}, sums), "UploadId")
+        return _text(self._xml("POST", key, {"uploads": ""}, sums | aws.encryption(self.bucket)), "UploadId")
 
     def send_part(self, key: str, upload: str, number: int, body: Sequence[Buffer]) -> str:
         """Send a part, and return its entity tag."""
@@ -272,6 +304,20 @@ def _error(reply: Reply, key: str) -> Exception:
     if reply.status == 403:
         return PermissionError(f"{code or 'Forbidden'}{': ' * bool(message)}{message}")
     return StoreError(code or str(reply.status), message, reply.status)
+
+
+def _code(reply: Reply) -> str:
+    """Return the code of a refusal; "" if the response has none, as to HEAD."""
+    return _text(_parsed(reply.content, or_empty=True), "Code")
+
+
+def _time_of(reply: Reply) -> datetime | None:
+    """Return the time of a response by the clock of the store."""
+    try:
+        time = parsedate_to_datetime(reply.headers.get("date", ""))
+    except ValueError:
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _parsed(content: bytes, *, or_empty: bool = False) -> Element:

@@ -25,6 +25,11 @@ class S3Options(NamedTuple):
         endpoint_url: the URL of the service; empty for the one of the environment.
         region: the region; empty for the one of the environment.
         anon: requests are not signed.
+        requester_pays: whoever asks pays for requests.
+        addressing_style: `virtual`, the bucket is in the host name; or `path`, in the path; empty for what the service
+            expects.
+        encryption: how the store encrypts what is written, such as `aws:kms`; empty for the bucket's default.
+        encryption_key: the identifier of the key; empty for the default one.
     """
 
     key: str = ""
@@ -33,11 +38,22 @@ class S3Options(NamedTuple):
     endpoint_url: str = ""
     region: str = ""
     anon: bool = False
+    requester_pays: bool = False
+    addressing_style: str = ""
+    encryption: str = ""
+    encryption_key: str = ""
 
 
 _NO_OPTIONS = S3Options()
 _buckets: dict[str, S3Options] = {}
-_CLIENT_KWARGS = {"endpoint_url": "endpoint_url", "region_name": "region"}
+_FLAGS = {"anon", "requester_pays"}
+_TOP = ("key", "secret", "token", "endpoint_url", "region", "anon", "requester_pays")
+_NESTED = {
+    "client_kwargs": {"endpoint_url": "endpoint_url", "region_name": "region"},
+    "s3_additional_kwargs": {"ServerSideEncryption": "encryption", "SSEKMSKeyId": "encryption_key"},
+    "config_kwargs": {"addressing_style": "addressing_style"},
+}
+"""The options that fsspec has in dicts of their own; `config_kwargs` has one more level, `s3`."""
 
 
 def options_of(bucket: str) -> S3Options:
@@ -70,19 +86,16 @@ def _bucket(url: str) -> str:
 def _checked(options: Mapping[str, Any]) -> S3Options:
     if not isinstance(options, Mapping):
         raise UsageError(f"storage_options is a {type(options).__name__}; expected a dict", code="wrong-type")
-    values = dict(options)
-    kwargs = values.pop("client_kwargs", {})
-    if not isinstance(kwargs, Mapping):
-        raise UsageError(f"client_kwargs is a {type(kwargs).__name__}; expected a dict", code="wrong-type")
-    for name, value in kwargs.items():
-        values[_CLIENT_KWARGS.get(name, f"client_kwargs[{name!r}]")] = value
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _NESTED:
+            values |= _nested(name, value)
+        elif name in _TOP:
+            values[name] = value
+        else:
+            raise _unknown(name)
     for name, value in values.items():
-        if name not in S3Options._fields:
-            raise UsageError(
-                f"storage_options has {name!r:.80}", code="unknown-option",
-                facts=[f"expected {names(S3Options._fields, most=6)}"], hint=did_you_mean(str(name), S3Options._fields),
-            )  # fmt: skip
-        kind = bool if name == "anon" else str
+        kind = bool if name in _FLAGS else str
         if value is not None and not isinstance(value, kind):
             raise UsageError(
                 f"{name} of storage_options is a {type(value).__name__}; expected {kind.__name__}", code="wrong-type"
@@ -93,9 +106,35 @@ def _checked(options: Mapping[str, Any]) -> S3Options:
             "storage_options need both key and secret, or neither", code="bad-value",
             facts=["token goes with them, and anon=True without them"],
         )  # fmt: skip
+    if result.addressing_style not in {"", "auto", "path", "virtual"}:
+        raise UsageError(
+            f"addressing_style of storage_options is {result.addressing_style!r:.40}; expected 'virtual' or 'path'",
+            code="bad-value",
+        )
     if result.endpoint_url and not result.endpoint_url.startswith(("http://", "https://")):
         raise UsageError("endpoint_url of storage_options has no http:// or https://", code="bad-value")
     return result._replace(endpoint_url=result.endpoint_url.rstrip("/"))
+
+
+def _nested(outer: str, kwargs: object) -> dict[str, Any]:
+    """Return the options in a dict of fsspec's, by our names."""
+    if outer == "config_kwargs" and isinstance(kwargs, Mapping) and kwargs.keys() == {"s3"}:
+        kwargs = kwargs["s3"]
+    if not isinstance(kwargs, Mapping):
+        raise UsageError(f"{outer} is a {type(kwargs).__name__}; expected a dict", code="wrong-type")
+    known = _NESTED[outer]
+    for name in kwargs:
+        if name not in known:
+            raise _unknown(f"{outer}[{name!r:.60}]")
+    return {known[name]: value for name, value in kwargs.items()}
+
+
+def _unknown(name: object) -> UsageError:
+    expected = (*_TOP, *_NESTED)
+    return UsageError(
+        f"storage_options has {name!r:.80}", code="unknown-option",
+        facts=[f"expected {names(expected, most=len(expected))}"], hint=did_you_mean(str(name), expected),
+    )  # fmt: skip
 
 
 def share_options(one: str, other: str) -> bool:
