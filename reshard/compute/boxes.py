@@ -1,14 +1,12 @@
 """Cut tensors into boxes of a few megabytes, and read the boxes from the files of a checkpoint.
 
 * `FileBoxes` reads each byte of a tensor once, in the order of the files: the first replica of each block.
-* `RowBoxes` reads the same boxes of several checkpoints, even if their blocks differ. To find the blocks that overlap a
-  box, blocks are sorted along the axis that is cut, so that a tensor of many shards takes no longer.
+* `RowBoxes` reads the same boxes of several checkpoints, even if their blocks differ.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +14,7 @@ import numpy as np
 
 from reshard.core.layout.block import Block
 from reshard.core.model.entries import wants
-from reshard.core.model.stored import StoredBlock, StoredTensor
+from reshard.core.model.stored import StoredBlock
 from reshard.core.plan import budget
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import can, in_batches
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Checkpoint, Tensor
+    from reshard.core.model.stored import StoredTensor
     from reshard.core.storage.base import Coding, ReadStore, Want
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -255,23 +254,6 @@ def _strided_reader(piece: StoredBlock, order: Sequence[int], box: Block, flat: 
     return lambda: piece.read_items(items, out)
 
 
-def stored_tensor(tensor: Tensor, paths: Sequence[str], coding: Coding | None) -> StoredTensor:
-    """Return a tensor that can be indexed; the first replica of each block is read.
-
-    Args:
-        tensor: the tensor.
-        paths: the paths of all files of its checkpoint.
-        coding: decodes or decrypts them.
-    """
-    pieces = tuple(
-        StoredBlock(block, paths[at.file], extent.runs, coding, extent.strides)
-        for block, replicas in zip(tensor.sharding.blocks, tensor.sharding.replicas, strict=True)
-        for at in replicas[:1]
-        for extent in (at.extent(tensor.runs),)
-    )
-    return StoredTensor(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, pieces, tensor.axes)
-
-
 def incomplete(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield tensors that lack blocks, with the reasons."""
     for name, tensor in checkpoint.tensors.items():
@@ -281,14 +263,11 @@ def incomplete(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 class RowBoxes:
-    """Reads boxes of a tensor in ascending order, and looks only at blocks near each box."""
+    """Reads boxes of a tensor one after the other, into the same memory."""
 
-    def __init__(self, stored: StoredTensor, cut: BoxGrid) -> None:
-        self._stored, self._cut = stored, cut
-        self._carrier = stored.kind.carrier()
-        self._memory = np.empty(0, self._carrier)
-        self._outer: Shape | None = None
-        self._near: tuple[list[StoredBlock], list[int], int] = ([], [], 0)
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+        self._memory = np.empty(0, stored.kind.carrier())
 
     def read(self, box: Block) -> Array:
         """Return the bits of the elements of a box, one after the other; they are valid until the next call.
@@ -296,28 +275,8 @@ class RowBoxes:
         Raises:
             SourceError: a file cannot be read, or is shorter than its header says.
         """
-        part = self._stored
-        if not part.axes and self._cut.axis and len(part.pieces) > 1:
-            part = replace(part, pieces=self._pieces(box))
         if len(self._memory) < box.size:
-            self._memory = np.empty(box.size, self._carrier)
+            self._memory = np.empty(box.size, self._memory.dtype)
         out = self._memory[: box.size]
-        part.read_into([range(a, b) for a, b in zip(box.start, box.stop, strict=True)], out.reshape(box.shape))
+        self._stored.read_into(box.ranges, out.reshape(box.shape))
         return out
-
-    def _pieces(self, box: Block) -> tuple[StoredBlock, ...]:
-        """Return the blocks that may overlap a box."""
-        axis = self._cut.axis - 1
-        outer = box.start[:axis]
-        if outer != self._outer:  # once for many boxes, which share these indices
-            pieces = [
-                piece
-                for piece in self._stored.pieces
-                if all(a <= n < b for a, n, b in zip(piece.block.start, outer, piece.block.stop, strict=False))
-            ]
-            pieces.sort(key=lambda piece: piece.block.start[axis])
-            longest = max((piece.block.stop[axis] - piece.block.start[axis] for piece in pieces), default=0)
-            self._outer, self._near = outer, (pieces, [piece.block.start[axis] for piece in pieces], longest)
-        pieces, starts, longest = self._near
-        first = bisect_left(starts, box.start[axis] - longest + 1)
-        return tuple(pieces[first : bisect_left(starts, box.stop[axis])])

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reshard import environment
-from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes, incomplete, stored_tensor
+from reshard.compute.boxes import BOX_BYTES, BoxGrid, RowBoxes, incomplete
 from reshard.compute.pairs import PAIR_BYTES, PairMeter, PairSums
 from reshard.core.layout.axes import common
 from reshard.core.layout.block import shape_text
 from reshard.core.model.reshape import Shared
+from reshard.core.model.stored import stored_tensor
 from reshard.core.plan import budget
 from reshard.core.plan.budget import values_budget
 from reshard.core.run.clusters.where import refuse_unshared
@@ -237,7 +238,7 @@ def compare(comparison: BoxComparison, tasks: Sequence[_DiffTask]) -> list[_Resu
 def _compared(comparison: BoxComparison, task: _DiffTask) -> _Result:
     pair = comparison.pairs[task.pair]
     readers = [
-        RowBoxes(stored_tensor(tensor, paths, coding), pair.cut)
+        RowBoxes(stored_tensor(tensor, paths, coding))
         for tensor, paths, coding in zip((pair.a, pair.b), comparison.paths, comparison.codings, strict=True)
     ]
     meter = PairMeter(pair.a.spec.dtype, pair.b.spec.dtype)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reshard import environment
-from reshard.compute.boxes import BOX_BYTES, FileBoxes, incomplete, stored_tensor
+from reshard.compute.boxes import BOX_BYTES, FileBoxes, incomplete
 from reshard.compute.moments import THREAD_BYTES, Meter, Moments, ends_of_bins
 from reshard.core.layout.block import shape_text
+from reshard.core.model.stored import stored_tensor
 from reshard.core.plan.budget import values_budget
 from reshard.core.plan.select import kinds
 from reshard.core.run.clusters.where import refuse_unshared

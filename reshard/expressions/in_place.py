@@ -230,7 +230,7 @@ def _read_elements(at: StoredBlock, first: int, elements: NDArray[Any]) -> None:
     """Fill an array with elements of a block in row-major order."""
     done = 0
     for box in flat_boxes(at.block.shape, first, first + len(elements)):
-        items = [range(start, stop) for start, stop in zip(box.start, box.stop, strict=True)]
+        items = box.ranges
         at.read_items(items, elements[done : done + box.size].reshape(box.shape))
         done += box.size
 

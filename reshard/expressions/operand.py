@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-
-from reshard.core.layout.axes import position, row_major
-from reshard.core.model.stored import StoredBlock, StoredTensor
+from reshard.core.model.stored import stored_tensor
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
@@ -18,6 +13,7 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Block, Shape
     from reshard.core.model.checkpoint import Checkpoint, Tensor, TensorSpec
+    from reshard.core.model.stored import StoredTensor
     from reshard.dtypes import DType
 
 LOCATED, LOCATED_BYTES = 64, 300
@@ -46,13 +42,11 @@ class Operand(NamedTuple):
         Raises:
             SourceError: a file cannot be read, or has no such block.
         """
-        out = np.empty(box.shape, self.spec.dtype.carrier())
-        self.read_into(box, out)
-        return out.view(self.spec.dtype.numpy())
+        return _stored(self.checkpoint, self.name).read_box(box)
 
     def read_into(self, box: Block, out: NDArray[Any]) -> None:
         """Fill an array of the box's shape with the bits of its elements, in row-major order; errors as for `read`."""
-        _located(self.checkpoint, self.name).read_into(box, out)
+        _stored(self.checkpoint, self.name).read_into(box.ranges, out)
 
     def require(self) -> None:
         """Check that every block of the tensor is in a file, and that its copies are equal.
@@ -131,63 +125,7 @@ class AnyBox:
         return 0
 
 
-class _Located:
-    """The blocks of a tensor, found by their rows.
-
-    Args:
-        tensor: the tensor, with all blocks.
-    """
-
-    def __init__(self, tensor: StoredTensor) -> None:
-        pieces = sorted(tensor.pieces, key=lambda piece: piece.block.start)
-        self._tensor, self._pieces = tensor, pieces
-        self._starts = [piece.block.start[:1] for piece in pieces]
-        self._reaches = list(accumulate((piece.block.stop[:1] for piece in pieces), max))
-
-    def read_into(self, box: Block, out: NDArray[Any]) -> None:
-        """Fill an array with the bits of a box of the tensor."""
-        tensor = self._tensor
-        if box.start and not tensor.axes:
-            first, last = bisect_right(self._reaches, box.start[:1]), bisect_left(self._starts, box.stop[:1])
-            pieces = self._pieces[first:last]
-            if len(pieces) == 1 and not pieces[0].strides and is_flat(box, pieces[0].block):
-                shape, start = pieces[0].block.shape, pieces[0].block.start
-                begin = position(box.start, start, row_major(shape)) * out.itemsize
-                pieces[0].read([(begin, out.reshape(-1).view(np.uint8).data)])
-                return
-            tensor = StoredTensor(tensor.name, tensor.kind, tensor.shape, tuple(pieces))
-        items = [range(start, stop) for start, stop in zip(box.start, box.stop, strict=True)]
-        tensor.read_into(items, out)
-
-
 @lru_cache(maxsize=LOCATED)
-def _located(checkpoint: Checkpoint, name: str) -> _Located:
-    """Return the blocks of a tensor, cached by the identity of its checkpoint."""
-    return _Located(stored(checkpoint, name))
-
-
-def stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
-    """Return a tensor in files; the first replica of each block is read."""
-    tensor = checkpoint.tensors[name]
-    pieces = tuple(
-        StoredBlock(block, checkpoint.files[at.file].path, at.runs, checkpoint.coding, at.strides)
-        for block, (at, *_) in tensor.shards
-    )
-    return StoredTensor(name, tensor.spec.dtype, tensor.spec.shape, pieces, tensor.axes)
-
-
-def is_flat(box: Block, block: Block) -> bool:
-    """Return whether a box is in a block, and contiguous there in row-major order.
-
-    >>> from reshard.core.layout.block import Block
-    >>> whole = Block((0, 0), (4, 6))
-    >>> [is_flat(Block(*box), whole) for box in (((1, 0), (3, 6)), ((1, 2), (2, 5)), ((1, 0), (3, 5)))]
-    [True, True, False]
-    """
-    partial = False
-    edges = zip(box.start, box.stop, block.start, block.stop, strict=True)
-    for begin, end, first, last in reversed([*edges]):
-        if begin < first or end > last or (partial and end - begin != 1):
-            return False
-        partial = partial or (begin, end) != (first, last)
-    return True
+def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
+    """Return a tensor of a checkpoint, cached by the identity of the checkpoint."""
+    return stored_tensor(checkpoint.tensors[name], [file.path for file in checkpoint.files], checkpoint.coding)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.core.layout.axes import position, row_major
 from reshard.core.layout.block import flat_boxes
-from reshard.core.layout.strided import read_strided
-from reshard.core.model.entries import wants_of
-from reshard.core.storage.cipher import store_of
+from reshard.core.model.stored import stored_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from reshard.core.model.checkpoint import Checkpoint, Tensor
-    from reshard.core.model.entries import Runs
-    from reshard.core.storage.base import ReadStore
 
 WHOLE_BYTES = 1 << 20
 """The most bytes of a tensor that are compared whole."""
@@ -50,24 +42,10 @@ def is_zero(source: Checkpoint, tensor: Tensor, first: int, count: int) -> bool:
 
 def _elements(source: Checkpoint, tensor: Tensor, first: int, count: int) -> np.ndarray[Any, Any]:
     """Read a range of a tensor's elements in row-major order, as bits."""
-    store, dtype = store_of(source.coding), tensor.spec.dtype.carrier()
-    arrays = [np.empty(0, dtype)]
-    for box in flat_boxes(tensor.space or tensor.spec.shape, first, first + count):
-        out = np.zeros(box.shape, dtype)
-        for block, replicas in tensor.shards:
-            common = block & box
-            if common is None or not replicas:
-                continue
-            at = replicas[0]
-            strides = at.strides or row_major(block.shape)
-            begin = position(common.start, block.start, strides) * out.itemsize
-            read = partial(_read, store, source.files[at.file].path, at.runs)
-            pitch = tuple(step * out.itemsize for step in strides)
-            part: np.ndarray[Any, Any] = out[(*common.within(box), ...)]  # type: ignore[arg-type]  # of one number too
-            read_strided(read, begin, pitch, part)
-        arrays.append(out.reshape(-1))
-    return np.concatenate(arrays)
-
-
-def _read(store: ReadStore, path: str, runs: Runs, requests: Sequence[tuple[int, memoryview]]) -> None:
-    store.read(wants_of(path, runs, requests))
+    stored = stored_tensor(tensor, [file.path for file in source.files], source.coding)
+    out = np.zeros(count, stored.kind.carrier())
+    done = 0
+    for box in flat_boxes(tensor.spec.shape, first, first + count):
+        stored.fill(box.ranges, out[done : done + box.size].reshape(box.shape))  # what is in no file stays zero
+        done += box.size
+    return out

@@ -53,6 +53,11 @@ class Block:
         """Return the number of elements."""
         return prod(self.shape)
 
+    @property
+    def ranges(self) -> list[range]:
+        """Return the indices along every dimension."""
+        return [range(start, stop) for start, stop in zip(self.start, self.stop, strict=True)]
+
     def __and__(self, other: Block) -> Block | None:
         """Return the intersection of two blocks, or None if it is empty."""
         start = tuple(map(max, self.start, other.start))

@@ -1,8 +1,13 @@
-"""Tensors in files, indexed like numpy arrays; only the bytes of the selected items are read."""
+"""Read tensors from files: any box, or any items as of a numpy array; only their bytes are read.
+
+Lazy arrays, computed tensors, comparisons as numbers and what rules look at read tensors by `StoredTensor`. The blocks
+near a box are found along the axis that is cut most often, so that a tensor of many blocks takes no longer.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.model.checkpoint import Tensor
     from reshard.core.model.entries import Runs
     from reshard.core.storage.base import Coding
+
+
+_FEW = 4
+"""The fewest blocks of a tensor that are worth a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,7 @@ class StoredTensor:
     shape: Shape
     pieces: tuple[StoredBlock, ...]
     axes: tuple[Shape, ...] = ()
+    _finder: _Finder | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -102,12 +113,20 @@ class StoredTensor:
         Raises:
             SourceError: an item is in no file; a file cannot be read, or is shorter than its header says.
         """
-        filled = self._fill(items, out) if not self.axes else self._fill_of_axes(items, out)
+        filled = self.fill(items, out)
         if filled < out.size:
             raise SourceError(
                 f"no shard has {out.size - filled} of the {out.size} items asked for of tensor {self.name!r}",
                 code="missing-blocks",
             )
+
+    def read_box(self, box: Block) -> np.ndarray[Any, Any]:
+        """Read a box, in the dtype of the tensor; errors as for `read_into`."""
+        return self.read(box.ranges)
+
+    def fill(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
+        """Fill an array like `read_into` with the items that are in files; return their number."""
+        return self._fill_of_axes(items, out) if self.axes else self._fill(items, out)
 
     def _fill_of_axes(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
         """Fill an array like `_fill`, if dimensions consist of several axes."""
@@ -116,21 +135,27 @@ class StoredTensor:
         )
         if region.shape != out.shape:  # steps: read the items between them, too
             whole = np.empty(region.shape, out.dtype)
-            filled = self._fill_of_axes([range(a, b) for a, b in zip(region.start, region.stop, strict=True)], whole)
+            filled = self._fill_of_axes(region.ranges, whole)
             out[...] = whole[tuple(slice(None, None, each.step) for each in items)]
             return filled - whole.size + out.size
         return sum(
-            self._fill(
-                [range(a, b) for a, b in zip(box.start, box.stop, strict=True)],
-                out[part.within(region)].reshape(box.shape),
-            )
+            self._fill(box.ranges, out[part.within(region)].reshape(box.shape))
             for box, part in refined(region, self.axes)
         )
+
+    def _near(self, items: Sequence[range]) -> Sequence[StoredBlock]:
+        """Return the blocks that may have some of the items."""
+        if len(self.pieces) < _FEW or not all(items):
+            return self.pieces
+        if self._finder is None:
+            object.__setattr__(self, "_finder", _Finder.of(self.pieces))
+        assert self._finder  # noqa: S101 -- for mypy
+        return self._finder.near(items)
 
     def _fill(self, items: Sequence[range], out: np.ndarray[Any, Any]) -> int:
         """Fill an array with the items that are in files; return their number."""
         filled = 0
-        for piece in self.pieces:
+        for piece in self._near(items):
             starts = piece.block.start
             inside = tuple(
                 slice(_position(each, a), _position(each, b))
@@ -144,6 +169,53 @@ class StoredTensor:
                 )
                 filled += part.size
         return filled
+
+
+@dataclass(frozen=True, slots=True)
+class _Finder:
+    """Finds blocks along the axis with the most edges.
+
+    Attributes:
+        axis: the axis.
+        pieces: the blocks, by their start along it.
+        starts: these starts.
+        longest: the longest extent of a block along it.
+    """
+
+    axis: int
+    pieces: Sequence[StoredBlock]
+    starts: Sequence[int]
+    longest: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[StoredBlock]) -> _Finder:
+        """Sort blocks."""
+        edges = [len(set(starts)) for starts in zip(*(piece.block.start for piece in pieces), strict=True)]
+        axis = edges.index(max(edges))
+        ordered = sorted(pieces, key=lambda piece: piece.block.start[axis])
+        longest = max(piece.block.stop[axis] - piece.block.start[axis] for piece in pieces)
+        return cls(axis, ordered, [piece.block.start[axis] for piece in ordered], longest)
+
+    def near(self, items: Sequence[range]) -> Sequence[StoredBlock]:
+        """Return the blocks that overlap the span of the items along the axis, and a few more."""
+        span = items[self.axis]
+        first = bisect_left(self.starts, span[0] - self.longest + 1)
+        return self.pieces[first : bisect_left(self.starts, span[-1] + 1)]
+
+
+def stored_tensor(tensor: Tensor, paths: Sequence[str], coding: Coding | None) -> StoredTensor:
+    """Return a tensor that can be read; the first replica of each block is read.
+
+    Args:
+        tensor: the tensor.
+        paths: the paths of all files of its checkpoint.
+        coding: decodes or decrypts them.
+    """
+    pieces = tuple(
+        StoredBlock(block, paths[extent.file], extent.runs, coding, extent.strides)
+        for block, (extent, *_) in (shard for shard in tensor.shards if shard.replicas)
+    )
+    return StoredTensor(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, pieces, tensor.axes)
 
 
 def _picked(extent: int, item: Any) -> range:
