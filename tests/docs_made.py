@@ -28,16 +28,18 @@ if TYPE_CHECKING:
 DOCS = Path(__file__).parent.parent / "docs"
 PACKAGE = Path(reshard.__file__).parent
 KINDS = {name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if name.endswith("Error")}
-MOST_LETTERS = 60
+MOST_LETTERS = 48
 FEWEST_WORDS = 4
+EVERYWHERE = {"--json", "--help-all", "-v", "-q", "--threads", "--cluster", "--memory"}
+OPENING = ("--rank-pattern", "--suffix", "--layout", "--stage", "--step", "--partial", "--key-file")
 
 
 def commands_page() -> str:
     """Return the page of all commands: what `--help-all` prints, without the options of a conversion."""
     head = (
         "# Commands\n\nMade by `python tests/docs_made.py` from the help of the program. Options that `convert` has, "
-        "too, are named after\nthe others; [options of a conversion](options.md) explains them. `--help-all` of a "
-        "command has the keys of its `--json`.\n"
+        "too, are named after\nthe others, but for `-q`, `-v`, `--json`, `--memory`, `--threads` and `--cluster`; "
+        "[options of a conversion](options.md) explains\nthem. `--help-all` has the keys of a command's `--json`.\n"
     )
     parts = [head]
     shared = {record[0]: record for _, record in _records(_command("convert"), ("convert",))}
@@ -101,8 +103,12 @@ def _without(shown: str, names: list[str]) -> str:
     shown = re.sub(r"(?m)^(?:Source|Target|Tensors|Running|Output):\n(?=\n|\Z|[A-Z])", "", shown)
     shown = re.sub(r"\n{3,}", "\n\n", shown).rstrip("\n")
     shown = shown.replace(KEYS.strip(), "The object of --json has the keys that it has for convert.")
-    flags = ", ".join(name.split(" ")[0].rstrip(",") for name in names)
-    return f"{shown}\n\n{textwrap.fill(f'As for convert: {flags}', 100, break_on_hyphens=False)}" if names else shown
+    own = [name.split(" ")[0].rstrip(",") for name in names]
+    own = [flag for flag in own if flag not in EVERYWHERE]
+    if set(OPENING) <= set(own):
+        own = ["those of Source", *(flag for flag in own if flag not in {*OPENING, "--source-strategy"})]
+    flags = ", ".join(own)
+    return f"{shown}\n\n{textwrap.fill(f'As for convert: {flags}', 100, break_on_hyphens=False)}" if flags else shown
 
 
 def _row(names: str, text: str) -> str:
@@ -211,12 +217,14 @@ def errors_page() -> str:
     lists: dict[str, list[str]] = {}
     for code, (exits, messages) in sorted(codes.items()):
         title = f"Exit code {', '.join(sorted(exits))}" if exits else "Exit code of the error that lists them"
-        lists.setdefault(title, []).append(f"* `{code}`" + (f": {cut(messages[0])}" if messages else ""))
+        lists.setdefault(title, []).append(f"{code:<24} {cut(messages[0]) if messages else ''}".rstrip())
     head = (
         "# Errors\n\nMade by `python tests/docs_made.py` from the source. A code names a cause and stays the same when "
         "the wording\nchanges; `--json` and `error.code` in Python have it. `…` stands for what varies.\n"
     )
-    return "\n".join([head, *(f"## {title}\n\n" + "\n".join(rows) + "\n" for title, rows in sorted(lists.items()))])
+    return "\n".join(
+        [head, *(f"## {title}\n\n```text\n" + "\n".join(rows) + "\n```\n" for title, rows in sorted(lists.items()))]
+    )
 
 
 def codes_of(node: ast.AST) -> list[str]:

@@ -106,41 +106,21 @@ Examples:
   reshard verify dst_checkpoints --manifest dst.json
 """,
     details="""
-If there is no ledger, and neither --against nor --manifest, headers are
-checked: every rank exists and has the tensors that the strategy assigns to it,
-every block exists and covers its tensor once, names and shapes are those of the
-strategy. Contents are read only where files contain checksums of them: the
-items of PyTorch's distributed checkpoints, objects too, and .ckpt files with a
-CRC. Replicas in PyTorch checkpoints are compared with each other. A warning
-names files that are in no metadata.
-With --against SOURCE every rank of TARGET is compared with the result of a
-conversion of SOURCE with the same options, whatever the two layouts and
-formats, and replicas are compared with each other.
-If TARGET and SOURCE have ledgers, these say which strategies the two have and
-how they were made; no options are needed for that. Changes (names, casts,
-rules, an adapter, tensors left out) are listed, and applied before comparing:
-- TARGET was made from SOURCE: they are applied to SOURCE.
-- SOURCE was made from TARGET: they are applied to TARGET, and SOURCE is
-  verified.
-- Both were made from a third, and one of them was changed: they are applied to
-  the other one. If both were changed, differently, the two are compared as they
-  are.
-- Unrelated: the changes in TARGET's ledger are applied to SOURCE, or, if only
-  SOURCE's ledger has changes, those to TARGET; but not if the names of the two
-  match better without them.
-Instead, --cast, --name-map, --rules, --lora, --include, --exclude and
---weights-only say how TARGET is made from SOURCE, and --as-is that nothing was
-changed.
-The metadata of a Checkpoint 2.0 are compared with the headers: that no block is
-lost, that its numbers are those of the layout, and that every block is listed.
-Samples of replicas are compared with each other, as when a source is opened;
-all of their bits if SOURCE is TARGET itself.
-Two directories of the same ranks need no strategies.
+Without a ledger, --against and --manifest, headers are checked: every rank has
+the tensors that the strategy assigns to it, and every block exists and covers
+its tensor once. Contents are read only where files have checksums of them, as
+DCPs and .ckpt files with a CRC have. Replicas are compared with each other: in
+samples, or, in a DCP and with --against, all of their bits.
+With --against SOURCE every rank of TARGET is compared with a conversion of
+SOURCE. Ledgers of both say which strategies they have and how they were made:
+changes (names, casts, rules, an adapter, tensors left out) are listed, and
+applied to the side that the other was made from. Options such as --cast,
+--name-map and --include say instead how TARGET is made from SOURCE, and --as-is
+that nothing was changed. Two directories of the same ranks need no strategies.
 Without --against, --rank-pattern, --suffix, --step and --partial are for TARGET;
 with it, they are for SOURCE, and --partial for a TARGET with a strategy, too.
-Tensors that are in the same files on both sides, as after --link,
-cannot be compared. The verdict counts them, and these files are compared with
-the checksums that they contain, if any, unless --sample is given.
+Tensors that are in the same files on both sides, as after --link, are not
+compared; the verdict counts them, and checksums in these files are checked.
 
 Exits with 0 if all is as it should be, with 3 if something differs, and with 4
 if TARGET or SOURCE is incomplete or corrupt.
