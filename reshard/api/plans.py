@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from reshard.api.checkpoints import record_of
@@ -29,7 +30,7 @@ from reshard.strategy.names import ranges_text
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
-    from typing import Unpack
+    from typing import BinaryIO, Unpack
 
     from reshard.api.checkpoints import Checkpoint
     from reshard.api.options import PlanOptions
@@ -110,8 +111,8 @@ class Plan:
 
     >>> [name for name in dir(Plan) if name[0] != "_"]
     ... # doctest: +NORMALIZE_WHITESPACE
-    ['dropped', 'format', 'graph', 'left_out', 'missing', 'picture', 'rank', 'ranks', 'run', 'save', 'stats',
-     'to_dataframe', 'warnings']
+    ['dropped', 'files', 'filesystem', 'format', 'graph', 'left_out', 'missing', 'open', 'picture', 'rank', 'ranks',
+     'read', 'run', 'save', 'stats', 'to_dataframe', 'warnings']
     """
 
     __slots__ = ("_record",)
@@ -134,6 +135,77 @@ class Plan:
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks of the target that are written."""
         return self._record.ranks
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Return the sizes in bytes of the files that it would write, by their paths below the target.
+
+        Raises:
+            reshard.UsageError: the files are compressed or encrypted, so that nobody knows their sizes yet.
+        """
+        from reshard.core.run.reading import reader_of  # not on every start
+
+        return MappingProxyType(reader_of(self._record).sizes)
+
+    @checked
+    def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Return bytes of a file that it would write, without writing it.
+
+        They are computed from the source when they are asked for, byte for byte what `run` writes. If a file stores
+        checksums of its tensors, a tensor is read whole when its checksum is asked for.
+
+        Args:
+            path: one of `files`.
+            offset: the first byte.
+            nbytes: how many; by default all up to the end. At the end of the file there are fewer.
+
+        Raises:
+            KeyError: there is no such file.
+            reshard.SourceError: a source file cannot be read.
+            reshard.TargetError: a source file changed since it was opened.
+            reshard.UsageError: a number is negative; the files are compressed or encrypted.
+
+        >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+        >>> plan = reshard.plan(source, to="hf", weights_only=True)
+        >>> [(path, size) for path, size in plan.files.items() if path.endswith(".safetensors")]
+        [('model-00001-of-00001.safetensors', 7952)]
+        >>> plan.read("model-00001-of-00001.safetensors", 8, 31)
+        b'{"__metadata__":{"format":"pt"}'
+        """
+        from reshard.core.run.reading import reader_of
+
+        return reader_of(self._record).read(path, offset, nbytes)
+
+    @checked
+    def open(self, path: str) -> BinaryIO:
+        """Return a file that it would write, as a binary file that can seek; errors as for `read`.
+
+        It reads a MiB ahead, and may be given to any library that takes a file.
+
+        >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+        >>> import json
+        >>> with reshard.plan(source, to="hf").open("model.safetensors.index.json") as file:
+        ...     json.load(file)["weight_map"]["net.layer1.weight"]
+        'model-00001-of-00001.safetensors'
+        """
+        from reshard.core.run.reading import opened, reader_of
+
+        return opened(reader_of(self._record), path)
+
+    @checked
+    def filesystem(self) -> Any:
+        """Return the files that it would write as a file system of fsspec, which only reads.
+
+        Libraries that read by fsspec take it: `xarray.open_zarr(plan.filesystem().get_mapper())`, of a plan to a store.
+
+        >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")
+        >>> files = reshard.plan(source, to="zarr").filesystem()
+        >>> files.isdir("net.layer1.weight"), files.size("net.layer1.weight/zarr.json") > 100
+        (True, True)
+        """
+        from reshard.core.run.filesystem import PlanFileSystem
+
+        return PlanFileSystem(self._record)
 
     @property
     def dropped(self) -> tuple[str, ...]:

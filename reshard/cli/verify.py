@@ -108,9 +108,9 @@ Examples:
     details="""
 Without a ledger, --against and --manifest, headers are checked: every rank has
 the tensors that the strategy assigns to it, and every block exists and covers
-its tensor once. Contents are read only where files have checksums of them, as
-DCPs and .ckpt files with a CRC have. Replicas are compared with each other: in
-samples, or, in a DCP and with --against, all of their bits.
+its tensor once. Contents are read only where files have checksums of them, such
+as .ckpt files with a CRC. Replicas are compared with each other: in samples, or,
+if the files have checksums and with --against, all of their bits.
 With --against SOURCE every rank of TARGET is compared with a conversion of
 SOURCE. Ledgers of both say which strategies they have and how they were made:
 changes (names, casts, rules, an adapter, tensors left out) are listed, and

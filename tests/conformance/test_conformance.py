@@ -162,6 +162,34 @@ def spoil(file: Path) -> None:
     file.write_bytes(content)
 
 
+@EVERY
+@pytest.mark.parametrize("to", ["safetensors", "zarr", "hf", "again"])
+def test_files_are_read_without_being_written(case: Case, to: str, made: Made, tmp_path: Path) -> None:
+    """Byte for byte what a run writes: whole, in ranges, as files that seek, and by fsspec."""
+    path, _ = made(case)
+    if to == "again" and not case.again:
+        return
+    step = {"target_step": 5} if (to, case.again) == ("again", "checkpoint2") else {}
+    plan = reshard.plan(opened(case, path), to=case.again if to == "again" else to, drop=case.drop, **step)
+    plan.run(tmp_path / "out", ledger=False)
+    files = plan.filesystem()
+    assert dict(plan.files) == {
+        file.relative_to(tmp_path / "out").as_posix(): size(file) for file in below(tmp_path / "out")
+    }
+    assert sorted(files.find("")) == sorted(plan.files)
+    rng = np.random.default_rng(0)
+    for name in plan.files:
+        content = (tmp_path / "out" / name).read_bytes()
+        ends = [sorted(rng.integers(0, len(content) + 1, 2)) for _ in range(4)]
+        assert [plan.read(name, start, stop - start) for start, stop in ends] == [content[a:b] for a, b in ends]
+        assert plan.read(name) == content
+        start, stop = ends[0]
+        assert files.cat_file(name, start, stop) == content[start:stop]
+        with plan.open(name) as file:
+            file.seek(int(start))
+            assert file.read() == content[start:]
+
+
 @EVERY_AGAIN
 def test_its_own_format_is_made_of_it(case: Case, made: Made, tmp_path: Path) -> None:
     """Read by other libraries, and by reshard as the format that it is."""
