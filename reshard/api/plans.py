@@ -176,7 +176,7 @@ class Plan:
     def picture(self, name: str | None = None) -> Picture:
         """Draw the transfers from source files to target files, or those of one tensor.
 
-        The picture of one tensor has its blocks and row bands.
+        The picture of one tensor has the blocks that are read, each from one rank, and those that are written.
 
         Args:
             name: the tensor, by its name in the target or the source; all by default.

@@ -1,7 +1,6 @@
-"""Pictures of plans: the bytes between three columns of boxes.
+"""The picture of a plan: the bytes between three columns of boxes.
 
-1. The columns of a plan are its source files, its tensors (repeated layers folded) and its target files. The columns of
-   one tensor are its source blocks, its runs of rows that are moved alike, and its target blocks.
+1. The columns are the source files, the tensors (repeated layers folded) and the target files.
 2. The width of a ribbon is proportional to its bytes. Elements are counted once for each
    route, times the number of transfers that share it.
 3. Neighbours share a box if a column would have too many boxes.
@@ -11,14 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate, islice
 from math import ceil, prod
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard.core.layout.block import shape_text
 from reshard.core.plan.bands import is_grid
 from reshard.errors import bytes_text
 from reshard.strategy.names import group_members
+from reshard.view.pens import plan_tensor_picture
 from reshard.view.svg import GREY, Markup, Picture, cut, join, label, moved, rank_colour, ranks_label, tag, text_width
 from reshard.view.text import count_text
 from reshard.view.verdict import below
@@ -27,14 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from reshard.core.model.checkpoint import Checkpoint
-    from reshard.core.plan.bands import Segment
-    from reshard.core.plan.plan import Plan, Route, Transfer
+    from reshard.core.plan.plan import Plan, Route
     from reshard.core.target import TargetFile
 
 _MAX_END_BOXES = 16
 _MOST_MIDDLES = 14
-_MAX_RUN_BLOCK_PAIRS = 200_000
-"""The most pairs of a run of rows and a block; only the first rows of a larger grid are drawn."""
 
 _HEIGHT, _GAP, _LEAST = 340.0, 4.0, 29.0
 _WIDTH, _BAR, _RIBBON_PX, _MAX_END_LABEL_PX, _LEAST_MIDDLE = 940.0, 14.0, 100.0, 180.0, 160.0
@@ -42,6 +37,8 @@ _WIDTH, _BAR, _RIBBON_PX, _MAX_END_LABEL_PX, _LEAST_MIDDLE = 940.0, 14.0, 100.0,
 
 _NAME, _REMARK = 10.5, 9.0
 """Font sizes."""
+
+_TITLES = ("source files", "tensors", "target files")
 
 T = TypeVar("T")
 
@@ -75,7 +72,6 @@ class Node:
 class Flow:
     """Three columns and the bytes between them."""
 
-    titles: tuple[str, str, str]
     sources: Sequence[Node]
     middles: Sequence[Node]
     targets: Sequence[Node]
@@ -84,16 +80,15 @@ class Flow:
 
 
 def plan_picture(plan: Plan, name: str | None = None) -> Picture:
-    """Draw the transfers of a plan by files, or of one tensor by blocks and bands.
+    """Draw the transfers of a plan by files, or the blocks of one tensor before and after.
 
     Args:
         plan: the plan.
         name: the name of the tensor in the target or in the source; None for the whole plan.
     """
-    if name is None:
-        return draw(_of_plan(plan), f"{count_text(plan.stats.tensors, 'tensor')}: what goes where")
-    transfers = [transfer for transfer in plan.transfers if name in (transfer.name, transfer.source_name)]
-    return draw(_of_tensor(plan, transfers), f"{name} {shape_text(transfers[0].recipe.shape)}: what goes where")
+    if name is not None:
+        return plan_tensor_picture(plan, name)
+    return draw(_of_plan(plan), f"{count_text(plan.stats.tensors, 'tensor')}: what goes where")
 
 
 # --- plans ------------------------------------------------------------------------------------------------------
@@ -122,7 +117,6 @@ def _of_plan(plan: Plan) -> Flow:
             written[middle, target_of[file]] += number * target_itemsize * count
     nbytes = _sums(read, 1)
     return Flow(
-        ("source files", "tensors", "target files"),
         _files([*source_of.values()], _sources(plan.source, shown), _sums(read, 0), "not read"),
         [Node(name, f"{remark}{bytes_text(nbytes[n])}", nbytes[n]) for n, (name, remark) in enumerate(tensors)],
         _files(target_of, _targets(plan.files), _sums(written, 1), "no tensors"),
@@ -202,54 +196,6 @@ def _elements(route: Route) -> tuple[Counter[int], Counter[int]]:
     return read, written
 
 
-def _of_tensor(plan: Plan, transfers: Sequence[Transfer]) -> Flow:
-    """Return the bytes between the source blocks, runs of rows and target blocks of one tensor."""
-    sources = [(transfer, n) for transfer in transfers for n in range(len(transfer.recipe.sources))]
-    targets = [(transfer, n) for transfer in transfers for n in range(len(transfer.recipe.targets))]
-    all_runs = (
-        (number, run)
-        for number, transfer in enumerate(transfers)
-        for run in transfer.recipe.segments(transfer.axis, 0, transfer.rows)
-    )
-    most = max(_MAX_RUN_BLOCK_PAIRS // (len(sources) + len(targets)), _MOST_MIDDLES)
-    runs = list(islice(all_runs, most))
-    title = "row bands" if next(all_runs, None) is None else f"row bands, the first {most:,} runs"
-    first_source = [0, *accumulate(len(transfer.recipe.sources) for transfer in transfers)]
-    first_target = [0, *accumulate(len(transfer.recipe.targets) for transfer in transfers)]
-    source_of, run_of, target_of = _shared(len(sources)), _shared(len(runs), _MOST_MIDDLES), _shared(len(targets))
-    read, written = Flows(), Flows()
-    for n, (number, segment) in enumerate(runs):
-        transfer, columns = transfers[number], segment.columns
-        rows = segment.stop - segment.start
-        for block, shape in zip(columns.sources, columns.source_shapes, strict=True):
-            nbytes = rows * prod(shape) * transfer.dtype.itemsize
-            read[source_of[first_source[number] + block], run_of[n]] += nbytes
-        for block, shape in zip(columns.targets, columns.target_shapes, strict=True):
-            nbytes = rows * prod(shape) * transfer.target_dtype.itemsize * len(transfer.route.writes[block])
-            written[run_of[n], target_of[first_target[number] + block]] += nbytes
-    holders = [
-        (_ranks_of(plan.source, transfer.route.reads[n].file), str(transfer.recipe.sources[n]))
-        for transfer, n in sources
-    ]
-    takers = [
-        ({plan.files[at.file].rank for at in transfer.route.writes[n]}, str(transfer.recipe.targets[n]))
-        for transfer, n in targets
-    ]
-    return Flow(
-        ("source blocks", title, "target blocks"),
-        _blocks(source_of, holders, _sums(read, 0), of_ranks=any(plan.source.ranks)),
-        _bands(plan, run_of, [(transfers[number], segment) for number, segment in runs], _sums(read, 1)),
-        _blocks(target_of, takers, _sums(written, 1), of_ranks=any(plan.ranks)),
-        read,
-        written,
-    )
-
-
-def _ranks_of(source: Checkpoint, number: int) -> set[int]:
-    """Return the rank of a file as a set, which is empty for a file of computed tensors."""
-    return set() if source.files[number].inputs is not None else {source.ranks[number]}
-
-
 def _shared(count: int, most: int = _MAX_END_BOXES) -> list[int]:
     """Return the box of each of `count` items; neighbours share one if there are more than `most`.
 
@@ -298,49 +244,17 @@ def _files(box_of: Sequence[int], files: Sequence[_DrawnFile], nbytes: Counter[i
     return nodes
 
 
-def _blocks(
-    box_of: Sequence[int], blocks: Sequence[tuple[set[int], str]], nbytes: Counter[int], *, of_ranks: bool
-) -> list[Node]:
-    """Return the boxes of blocks, each with the ranks that hold it, if the files are of ranks."""
-    nodes = []
-    for n, inside in enumerate(_inside(box_of, blocks)):
-        ranks = sorted(set[int]().union(*(holders for holders, _ in inside)))
-        block, size = inside[0][1] if len(inside) == 1 else f"{len(inside)} blocks", bytes_text(nbytes[n])
-        if not ranks:
-            nodes.append(Node("computed", block, nbytes[n], f"{block}, {size}"))
-        elif of_ranks:
-            nodes.append(Node(ranks_label(ranks), block, nbytes[n], f"{block}, {size}", ranks[0]))
-        else:
-            nodes.append(Node(block, size, nbytes[n]))
-    return nodes
-
-
-def _bands(
-    plan: Plan, box_of: Sequence[int], runs: Sequence[tuple[Transfer, Segment]], nbytes: Counter[int]
-) -> list[Node]:
-    """Return the boxes of runs of rows, each with its number of bands."""
-    nodes = []
-    for n, inside in enumerate(_inside(box_of, runs)):
-        bands = sum(
-            ceil((run.stop - run.start) * run.columns.row_elements * transfer.dtype.itemsize / plan.band_bytes)
-            for transfer, run in inside
-        )
-        name = f"rows {inside[0][1].start}:{inside[-1][1].stop}"
-        nodes.append(Node(name, f"{count_text(bands, 'band')}, {bytes_text(nbytes[n])}", nbytes[n]))
-    return nodes
-
-
 # --- drawing ----------------------------------------------------------------------------------------------------
 
 
 def draw(flow: Flow, title: str) -> Picture:
     """Draw three columns and the ribbons between them."""
     left, right = (
-        ceil(max(text_width(title, 12) - _BAR, 8 + min(_wide(nodes), _MAX_END_LABEL_PX)))
-        for title, nodes in ((flow.titles[0], flow.sources), (flow.titles[2], flow.targets))
+        ceil(max(text_width(head, 12) - _BAR, 8 + min(_wide(nodes), _MAX_END_LABEL_PX)))
+        for head, nodes in ((_TITLES[0], flow.sources), (_TITLES[2], flow.targets))
     )
     spare = _WIDTH - left - right - 2 * (_BAR + _RIBBON_PX)
-    middle = ceil(max(_LEAST_MIDDLE, text_width(flow.titles[1], 12), min(spare, 16 + _wide(flow.middles))))
+    middle = ceil(max(_LEAST_MIDDLE, min(spare, 16 + _wide(flow.middles))))
     columns = [_placed(nodes) for nodes in (flow.sources, flow.middles, flow.targets)]
     height = max(at + tall for column in columns for at, tall in column or [(0.0, 0.0)])
     columns = [_centred(column, height) for column in columns]
@@ -358,9 +272,9 @@ def draw(flow: Flow, title: str) -> Picture:
     heads = [
         label(at, 14, text, anchor=anchor, font_weight=600)
         for at, text, anchor in (
-            (x[0] + _BAR, flow.titles[0], "end"),
-            (x[1] + middle / 2, flow.titles[1], "middle"),
-            (x[2], flow.titles[2], "start"),
+            (x[0] + _BAR, _TITLES[0], "end"),
+            (x[1] + middle / 2, _TITLES[1], "middle"),
+            (x[2], _TITLES[2], "start"),
         )
     ]
     body = moved(0, 26, tag("g", *ribbons, fill_opacity=0.5), *boxes)

@@ -13,7 +13,6 @@ from reshard.core.layout.block import shape_text
 from reshard.errors import PYTHON, LayoutError, bytes_text, spelled
 from reshard.strategy.names import group_members
 from reshard.view import words
-from reshard.view.blocks import checkpoint_picture, layout_picture, strategy_picture
 from reshard.view.computed.diff_view import diff_html
 from reshard.view.computed.stats_view import stats_html, values_html
 from reshard.view.cuts.fused import fusion_html
@@ -21,6 +20,7 @@ from reshard.view.cuts.strategy_view import strategy_diff_html, strategy_html
 from reshard.view.cuts.tensor_tree import MOST_ROWS, dtypes_bar, tree
 from reshard.view.cuts.thumbnails import Thumbnails
 from reshard.view.flow import plan_picture
+from reshard.view.pens import checkpoint_picture, layout_picture, strategy_picture
 from reshard.view.runs.task_stream import task_stream, tasks_section
 from reshard.view.svg import (
     Markup,

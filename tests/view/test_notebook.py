@@ -32,14 +32,14 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import MissingNameError
 from reshard.strategy.strategy import Strategy
 from reshard.view import flow
-from reshard.view.blocks import DrawnSide, draw
+from reshard.view.blocks import DrawnSide
 from reshard.view.notebook.search import script
+from reshard.view.pens import draw
 from reshard.view.svg import Markup, rank_colour, tag
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.core.plan.plan import Move
 
 MOST = 600_000
 HOSTILE = "<script>alert(1)</script>\"'&amp; onload=x \x1b[2J\u202e"
@@ -74,10 +74,6 @@ def target(demo: Path) -> Strategy:
 @pytest.fixture(scope="module")
 def plan(source: reshard.Checkpoint, target: Strategy) -> reshard.Plan:
     return reshard.plan(source, target, to="safetensors")
-
-
-def moves_of(plan: Any, name: str) -> list[Move]:
-    return [each for each in plan.transfers if each.name == name]
 
 
 def parsed(shown: Any) -> ET.Element:
@@ -403,11 +399,18 @@ def test_a_plans_ribbons_are_its_bytes(source: reshard.Checkpoint, target: Strat
     assert sum(drawn.read.values()) == plan.stats.bytes_read == sum(node.nbytes for node in drawn.sources)
     assert sum(drawn.written.values()) == plan.stats.bytes_written == sum(node.nbytes for node in drawn.targets)
     assert [node.name for node in drawn.targets] == [f"rank {rank}" for rank in plan.ranks]
-    read = written = 0
-    for name in {each.name for each in plan._record.transfers}:
-        of_one = flow._of_tensor(plan._record, moves_of(plan._record, name))
-        read, written = read + sum(of_one.read.values()), written + sum(of_one.written.values())
-    assert (read, written) == (plan.stats.bytes_read, plan.stats.bytes_written)
+
+
+def test_a_tensor_of_a_plan_has_the_blocks_of_both_sides(
+    source: reshard.Checkpoint, target: Strategy, plan: reshard.Plan
+) -> None:
+    name = "net.layer1.weight"
+    read, written = rectangles(parsed(plan.picture(name)))
+    for side, strategy in ((read, source.strategy), (written, target)):
+        assert strategy is not None
+        grid = strategy.grid(name, source[name].shape)
+        assert [box(tip) for _, tip in side] == [tuple(zip(b.start, b.stop, strict=True)) for b in grid.blocks]
+        assert all(set(numbers(tip)) <= set(ranks) for (_, tip), ranks in zip(side, grid.ranks, strict=True))
 
 
 def test_a_cast_and_a_large_plan_keep_their_bytes() -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from reshard.errors import bytes_text
 from reshard.strategy.names import group_members
 from reshard.view import words
-from reshard.view.blocks import tensor_picture
 from reshard.view.cuts.thumbnails import Thumbnails
+from reshard.view.pens import tensor_picture
 from reshard.view.svg import Markup, colour, join, note, searched, tag
 from reshard.view.text import count_text
 
