@@ -67,7 +67,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     """
     from reshard.core.plan.partition import partitioned
     from reshard.core.run.state.beside import with_neighbours
-    from reshard.view.text import report_text
+    from reshard.view.plans import report_text
 
     _check_manifest(running.write_manifest, plan, target, overwrite=running.overwrite)
     refuse_to_write([f"{target}/{file.path}" for file in plan.files])
@@ -106,7 +106,7 @@ def carry_out(plan: Plan, target: Place, running: Running, *, result: Place | No
     is_same = plan.alone and plan.request is None and not (plan.dropped or keys)
     verify = _command("verify", location, *(against if is_same else keys)) if is_known or is_same else None
     if running.as_json:
-        from reshard.view.words import plan_data
+        from reshard.view.plans import plan_data
 
         print_json(plan_data(plan, str(target), done, verify, check))
         return
@@ -171,11 +171,11 @@ def key_typed(option: str, name: str) -> tuple[object, ...]:
 def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then: str | None = None) -> None:
     """Print a plan."""
     if as_json:
-        from reshard.view.words import plan_data
+        from reshard.view.plans import plan_data
 
         print_json(plan_data(plan, directory))
     else:
-        from reshard.view.text import plan_text
+        from reshard.view.plans import plan_text
 
         print_text(plan_text(plan, directory, verbose=verbose, then=then))
 

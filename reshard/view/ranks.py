@@ -14,7 +14,7 @@ from reshard.expressions.assigned import assigned
 from reshard.spelling import missing_name
 from reshard.strategy.names import ranks_text
 from reshard.view.arrays import cast_array, flat_array, stored_array, sub_array, text_array
-from reshard.view.svg import heading, page, section
+from reshard.view.sections import Table, page
 from reshard.view.text import count_text, table_lines
 from reshard.view.words import ranks_read
 
@@ -69,8 +69,8 @@ class _Table(Arrays):
         return "\n".join([*table_lines(_TITLES, rows), "", repr(self).strip("<>")])
 
     def _repr_html_(self) -> str:
-        table = section("Tensors", _TITLES, self._rows(), tuple, "tensor", opened=True)
-        return str(page(heading("Blocks", f"of {self._title()}"), table, text=str(self)))
+        table = Table("Tensors", _TITLES, self._rows(), "tensor", opened=True)
+        return page(("Blocks", f"of {self._title()}"), [table], str(self))
 
 
 def _row(name: str, dtype: DType, shape: Shape, block: str) -> tuple[str, str, str, str, str]:

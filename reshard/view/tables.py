@@ -19,10 +19,12 @@ from reshard.core.model.entries import Replica
 from reshard.core.model.facts import Opening
 from reshard.core.model.reshape import stacked_axes
 from reshard.core.plan.select import kinds
-from reshard.errors import Text, UsageError, bytes_text, joined, names, printable
+from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.spelling import missing_name
 from reshard.strategy.names import group_members, group_names, natural, ranges_text
 from reshard.upward import upward
+from reshard.view.sections import Reasons
+from reshard.view.sections import lines as section_lines
 from reshard.view.text import count_text, files_lines, looked_text, plain, source_lines, table_lines
 from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shard_counts
 
@@ -267,7 +269,7 @@ def checkpoint_text(
     stored = _stored(checkpoint) if cut else 0
     in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas" if stored else ""
     lines.append(f"{_counted(checkpoint)}{in_files}")
-    return joined("\n", [*lines, *_unreadable(checkpoint, objects)])
+    return joined("\n", [*lines, *_trouble_lines(checkpoint, objects)])
 
 
 def _stored(checkpoint: Checkpoint) -> int:
@@ -290,7 +292,7 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
         lines += ["", f"{title if len(parts) > 1 or len(ranks) > 1 else ''}{_counted(part)}"]
         if part.tensors:
             lines += [*_rows(part, "shape in the file", sort, width, {}), "", *_totals(part, width)]
-        lines += _unreadable(part, {})
+        lines += _trouble_lines(part, {})
     return joined("\n", lines)
 
 
@@ -332,13 +334,16 @@ def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, 
     return dict(objects.facts()), objects.shown()
 
 
-def _unreadable(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]:
-    reasons = {"not readable": checkpoint.unreadable, "bound": checkpoint.extras.bound, "not a tensor": objects}
-    folded = {title: group_names(by_name.items()) for title, by_name in reasons.items()}
+def _trouble_lines(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]:
+    return [line for section in troubles(checkpoint, objects) for line in section_lines(section)]
+
+
+def troubles(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[Reasons]:
+    """Return what is not readable, with the reason, and the objects that are not tensors, with their text."""
     return [
-        Text(f"{title}: {printable(name)}: ", text if isinstance(text, Text) else printable(text))
-        for title, rows in folded.items()
-        for name, text, _ in rows
+        Reasons("not readable", checkpoint.unreadable),
+        Reasons("bound", checkpoint.extras.bound),
+        Reasons("not a tensor", objects, ("name", "what it is"), "object"),
     ]
 
 

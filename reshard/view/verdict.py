@@ -10,7 +10,10 @@ from reshard.core.layout.block import shape_text
 from reshard.core.plan.changes import described
 from reshard.dtypes import BY_NAME
 from reshard.errors import PYTHON, bytes_text, printable, spelled
-from reshard.view.text import count_text, fields_data, folded_text, near, of_ranks
+from reshard.view.sections import Facts, Names, Note, Table, page, warnings_of
+from reshard.view.sections import lines as section_lines
+from reshard.view.svg import ranks_label
+from reshard.view.text import count_text, fields_data, folded_text, near
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from reshard.core.verify.difference import Difference
     from reshard.core.verify.verification import Verification
     from reshard.errors import Words
+    from reshard.view.sections import Section
 
 _MOST_SHOWN = 6  # differences, of up to two lines each
 _MOST_NAMES = 6
@@ -57,22 +61,60 @@ def verdict_text(
     lines += [f"  {title}: {folded_text(tensors, _MOST_NAMES)}" for title, tensors in absent.items() if tensors]
     lines += _differences_lines(verification, words, every_one)
     if verbose:
-        lines += [f"  {text}" for text in _details(verification)]
+        sections = [_facts(verification), *_unchecked(verification)]
+        lines += [f"  {line}" for section in sections for line in section_lines(section)]
     return "\n".join(lines)
 
 
-def _details(verification: Verification) -> Iterator[str]:
-    """Yield the additional lines of `verbose`."""
-    files = count_text(verification.files, "file")
-    ranks = of_ranks(" of ", verification.ranks) if verification.ranks else ""
-    blocks = "blocks compared" if verification.ranks and verification.against else "blocks of them"
-    yield f"{count_text(verification.tensors, 'tensor')}, {verification.copies:,} {blocks}; {files}{ranks}"
-    if verification.bytes_read:
-        nbytes, seconds = verification.bytes_read, verification.seconds
-        rate = f" ({bytes_text(nbytes / seconds)}/s)" if seconds else ""
-        yield f"read {bytes_text(nbytes)} in {seconds:.2f} s{rate}"
-    if verification.unchecked:
-        yield f"not compared: {'; '.join(verification.unchecked)}"
+def _facts(verification: Verification) -> Facts:
+    """Return the scope of a verification."""
+    count, nbytes, seconds = len(verification.differences), verification.bytes_read, verification.seconds
+    both = verification.against is not None and bool(verification.ranks)
+    blocks = f"{count_text(verification.copies, 'block')} {'compared' if both else 'in files'}"
+    sides = "of both sides" if both else ""
+    if both and verification.sample is not None:
+        sides = f"a sample of {bytes_text(verification.total_bytes)}"
+    rate = f"{bytes_text(nbytes / seconds)}/s" if seconds and nbytes else ""
+    return Facts([
+        ("differences", f"{count:,}" if count else "none", ""),
+        ("tensors", f"{verification.tensors:,}", blocks),
+        ("files", f"{verification.files:,}", ranks_label(verification.ranks) if verification.ranks else ""),
+        ("read", bytes_text(nbytes), sides),
+        ("time", f"{seconds:.2f} s", rate),
+    ])  # fmt: skip
+
+
+def _unchecked(verification: Verification) -> list[Note]:
+    return [Note(f"not compared: {'; '.join(verification.unchecked)}")] if verification.unchecked else []
+
+
+def verification_html(verification: Verification) -> str:
+    """Show the scope and the differences of a verification."""
+    target, against = verification.target, verification.against
+
+    def row(difference: Difference) -> Sequence[str]:
+        return (
+            difference.name or below(difference.path or "", target),
+            spelled(difference.text, PYTHON),
+            "" if difference.index is None else shape_text(difference.index),
+            difference.side if difference.rank is None else f"{difference.side}, rank {difference.rank}",
+            below(difference.path or "", against if difference.side == "source" else target),
+        )
+
+    header, rows = ("tensor or file", "difference", "first at", "where", "file"), [*map(row, verification.differences)]
+    absent = [
+        Names("Dropped", verification.dropped, "in the source, not in the target"),
+        Names("Left out", verification.left_out, "in the target, and not asked for"),
+    ]
+    sections: list[Section] = [
+        _facts(verification),
+        *([Table("Differences", header, rows, "difference", wrap="difference", opened=True)] if rows else []),
+        *(each for each in absent if each.names),
+        *([Note(verification.note)] if verification.note else []),
+        *_unchecked(verification),
+        *warnings_of(verification),
+    ]
+    return page(("Verification", target, conclusion(verification)), sections, repr(verification))
 
 
 # --- one sentence -----------------------------------------------------------------------------------------------

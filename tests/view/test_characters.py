@@ -17,8 +17,8 @@ from test_show import large
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.view.blocks import DrawnSide
-from reshard.view.cuts.characters import Canvas, block_picture, picture_text
+from reshard.view.pictures.blocks import DrawnSide
+from reshard.view.pictures.characters import Canvas, block_picture, picture_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,10 +31,10 @@ from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.dtypes import BY_NAME
 from reshard.errors import MissingNameError
 from reshard.strategy.strategy import Strategy
-from reshard.view import flow
-from reshard.view.blocks import DrawnSide
 from reshard.view.notebook.search import script
-from reshard.view.pens import draw
+from reshard.view.pictures import flow
+from reshard.view.pictures.blocks import DrawnSide
+from reshard.view.pictures.pens import draw
 from reshard.view.svg import Markup, rank_colour, tag
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from test_show import large
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.view import flow
+from reshard.view.pictures import flow
 from reshard.view.svg import GREY, rank_colour
 
 if TYPE_CHECKING:

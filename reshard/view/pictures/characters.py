@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import printable
 from reshard.strategy.names import group_names
-from reshard.view.blocks import DrawnSide, Frame, panels_of, tensor_side
+from reshard.view.pictures.blocks import DrawnSide, Frame, panels_of, tensor_side
 from reshard.view.text import count_text, shortened
 from reshard.view.words import blocks_of, cut_words, extents_text, ranks_words
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Block, Shape
     from reshard.core.model.checkpoint import Checkpoint, Tensor
-    from reshard.view.blocks import Cell
+    from reshard.view.pictures.blocks import Cell
 
 _MOST_PICTURES = 12
 _MOST_ROWS = 16

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.layout.block import shape_text
 from reshard.core.layout.layout import least_shape
 from reshard.core.model.checkpoint import Sharding
-from reshard.view.blocks import (
+from reshard.view.pictures.blocks import (
     LEAST,
     MOST_PANELS,
     DrawnSide,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.plan.plan import Plan
     from reshard.strategy.strategy import Strategy
-    from reshard.view.blocks import Cell
+    from reshard.view.pictures.blocks import Cell
 
 _MOST_SIDES = 8
 

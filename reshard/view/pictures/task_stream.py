@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import bytes_text
-from reshard.view.svg import Markup, Picture, details, fitting, join, label, moved, table, tag, text_width
+from reshard.view.svg import Markup, Picture, fitting, join, label, moved, tag, text_width
 from reshard.view.text import count_text
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def task_stream(report: Report) -> Picture:
     return Picture(title, ceil(margin + _WIDTH + _BUSY), ceil(bottom + 20), join(drawn))
 
 
-def tasks_section(report: Report) -> Markup:
-    """Return a section of a page: the task stream, and sums by kind."""
+def task_sums(report: Report) -> list[tuple[str, ...]]:
+    """Return the rows of a table of the tasks by kind: their number, bytes and seconds."""
     kinds: dict[str, list[Receipt]] = {}
     for receipt in report.receipts:
         kinds.setdefault(receipt.task.partition(" ")[0], []).append(receipt)
@@ -99,8 +99,7 @@ def tasks_section(report: Report) -> Markup:
     for kind, receipts in kinds.items():
         read, written, seconds = map(sum, zip(*(receipt[1:4] for receipt in receipts), strict=True))
         rows.append((_KINDS[kind][0], f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
-    sums = table(("task", "count", "read", "written", "time of all"), rows)
-    return details("Tasks", task_stream(report).html(), sums, more=f"{len(report.receipts):,}")
+    return rows
 
 
 def _lanes(receipts: Sequence[Receipt]) -> list[tuple[str, list[Receipt]]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from reshard.view.svg import Picture, colour, heading, join, label, page, tag, text_width
+from reshard.view.sections import page
+from reshard.view.svg import Picture, colour, join, label, tag, text_width
 
 if TYPE_CHECKING:
     from reshard.rules.show import Fusion
@@ -17,10 +18,7 @@ _HEIGHT = 420.0
 def fusion_html(fusion: Fusion) -> str:
     """Show the parts of a fused tensor."""
     return page(
-        heading("Rule", fusion.name, fusion.verb),
-        fusion_picture(fusion).html(),
-        tag("pre", str(fusion)),
-        text=str(fusion),
+        ("Rule", fusion.name, fusion.verb), [fusion_picture(fusion).html(), tag("pre", str(fusion))], str(fusion)
     )
 
 

@@ -12,7 +12,7 @@ from reshard.arguments import checked
 from reshard.core.storage.places import is_url
 from reshard.core.storage.urls.s3.options import use_options
 from reshard.errors import bytes_text, printable
-from reshard.view.svg import Markup, details, heading, in_place, note, page, table
+from reshard.view.sections import Note, Reasons, Table, page
 from reshard.view.text import fields_data, table_lines
 
 if TYPE_CHECKING:
@@ -169,12 +169,12 @@ def runs_html(runs: Runs) -> str:
     """Show the checkpoints below a directory as a table."""
     rows = [_row(runs.root, record) for record in runs]
     newest = runs.newest
-    below: list[Markup] = [in_place(table(_HEADER, rows), len(rows))] if rows else []
     found = f"newest complete: {newest.path}" if newest else "no checkpoint is complete"
-    reasons = [
-        f"{row[0]}: {'; '.join(filter(None, [record.reason, record.hint]))}"
+    why = {
+        row[0]: "; ".join(filter(None, [record.reason, record.hint]))
         for row, record in zip(rows, runs, strict=True)
         if record.reason
-    ]
-    why = [details("Why", *map(note, reasons), more=f"{len(reasons):,}", opened=True)] if reasons else []
-    return page(heading("Checkpoints", runs.root), *below, note(found), *why, text=runs_text(runs))
+    }
+    table = [Table("", _HEADER, rows, most=len(rows))] if rows else []
+    sections = [*table, Note(found), Reasons("Why", why, ("checkpoint", "reason"), "checkpoint")]
+    return page(("Checkpoints", runs.root), sections, runs_text(runs))

@@ -2,7 +2,7 @@
 
 The drawer chooses two axes, preferably ones that are cut; each slice of other cut axes is a panel. It merges
 neighbouring blocks of very fine grids, so that a picture of thousands of ranks stays small. The pens draw its cells: as
-SVG (`pens`), and as block characters (`cuts.characters`). In both a cell has the colour of its first rank.
+SVG (`pens`), and as block characters (`characters`). In both a cell has the colour of its first rank.
 """
 
 from __future__ import annotations

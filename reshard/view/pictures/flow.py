@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from reshard.core.plan.bands import is_grid
 from reshard.errors import bytes_text
 from reshard.strategy.names import group_members
-from reshard.view.pens import plan_tensor_picture
+from reshard.view.pictures.pens import plan_tensor_picture
 from reshard.view.svg import GREY, Markup, Picture, cut, join, label, moved, rank_colour, ranks_label, tag, text_width
 from reshard.view.text import count_text
 from reshard.view.verdict import below

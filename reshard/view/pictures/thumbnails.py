@@ -9,8 +9,8 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from reshard.view.blocks import summary, target_side, tensor_side
-from reshard.view.pens import thumbnail
+from reshard.view.pictures.blocks import summary, target_side, tensor_side
+from reshard.view.pictures.pens import thumbnail
 from reshard.view.svg import Markup, join, tag
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.plan.plan import Plan, Route
-    from reshard.view.blocks import DrawnSide
+    from reshard.view.pictures.blocks import DrawnSide
     from reshard.view.svg import Picture
 
 _SIZE = (36.0, 20.0, 10.0)

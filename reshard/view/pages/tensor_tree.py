@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 from reshard.errors import bytes_text
 from reshard.strategy.names import group_members
 from reshard.view import words
-from reshard.view.cuts.thumbnails import Thumbnails
-from reshard.view.pens import tensor_picture
-from reshard.view.svg import Markup, colour, join, note, searched, tag
+from reshard.view.pictures.pens import tensor_picture
+from reshard.view.pictures.thumbnails import Thumbnails
+from reshard.view.sections import MOST_ROWS, note, searched
+from reshard.view.svg import Markup, colour, join, tag
 from reshard.view.text import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
     from reshard.core.model.checkpoint import Checkpoint, Tensor
-
-MOST_ROWS = 240
-"""The most rows of a table."""
 
 _CODE = (".picture(NAME)", ".hist(NAME)", "[NAME]")
 """What to type about a tensor: a page is made of headers alone, and has no values."""

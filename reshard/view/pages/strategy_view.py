@@ -10,22 +10,10 @@ from reshard.core.layout.layout import least_shape
 from reshard.errors import LayoutError
 from reshard.strategy.names import group_names
 from reshard.view import words
-from reshard.view.blocks import DrawnSide
-from reshard.view.cuts.thumbnails import Thumbnails
-from reshard.view.svg import (
-    MOST_ITEMS,
-    Markup,
-    and_more,
-    details,
-    heading,
-    join,
-    listing,
-    note,
-    page,
-    ranks_range,
-    tag,
-    tiles,
-)
+from reshard.view.pictures.blocks import DrawnSide
+from reshard.view.pictures.thumbnails import Thumbnails
+from reshard.view.sections import MOST_ITEMS, Facts, Names, Note, and_more, details, page
+from reshard.view.svg import Markup, join, ranks_range, tag
 from reshard.view.text import count_text
 
 if TYPE_CHECKING:
@@ -34,6 +22,7 @@ if TYPE_CHECKING:
     from reshard.core.layout.layout import Layout
     from reshard.strategy.diff import Diff, LayoutChange
     from reshard.strategy.strategy import Strategy
+    from reshard.view.sections import Section
 
 _MOST_GROUPS = 32
 _SIZE = (96.0, 64.0, 20.0)
@@ -49,19 +38,20 @@ def strategy_html(strategy: Strategy) -> str:
     ]
     several = len(strategy.stages) > 1
     stages = f"{strategy.stages.start} to {strategy.stages.stop - 1}" if several else f"stage {strategy.stages.start}"
-    return page(
-        heading("Strategy", "", "merged" if strategy.merged else ""),
-        tiles(
+    sections: list[Section] = [
+        Facts([
             ("tensors", f"{len(strategy.tensors):,}", ""),
             ("ranks", f"{len(strategy.ranks):,}", ranks_range(strategy.ranks)),
             ("stages", f"{len(strategy.stages)}", stages),
             ("devices in a stage", f"{strategy.devices:,}", ""),
             ("layouts", f"{len(groups):,}", "equal ones together"),
-        ),
+        ]),
         thumbnails.symbols(),
         details("Layouts", *parts, *and_more(len(groups), _MOST_GROUPS, "layout"), opened=True),
-        note(words.LEGEND.replace("\n", " ")),
-        text=words.strategy_text(strategy, "strategy"),
+        Note(words.LEGEND.replace("\n", " ")),
+    ]  # fmt: skip
+    return page(
+        ("Strategy", "", "merged" if strategy.merged else ""), sections, words.strategy_text(strategy, "strategy")
     )
 
 
@@ -86,21 +76,19 @@ def strategy_diff_html(diff: Diff) -> str:
         if parts:
             parts += and_more(len(groups), _MOST_GROUPS, "pair of layouts")
             sections.append(details(title, *parts, more=count_text(len(changes), "tensor"), opened=True))
-    only = {"Only in A": (diff.only_a, "in A, not in B"), "Only in B": (diff.only_b, "in B, not in A")}
     verdict = "every rank holds the same blocks" if diff.same else "they differ"
-    return page(
-        heading("Two strategies", "", verdict),
-        tiles(
-            ("A", f"{len(a.tensors):,} tensors", f"ranks {ranks_range(a.ranks)}"),
-            ("B", f"{len(b.tensors):,} tensors", f"ranks {ranks_range(b.ranks)}"),
-            ("other blocks", f"{len(diff.blocks):,}", ""),
-            ("written otherwise", f"{len(diff.fields):,}", "the same blocks"),
-        ),
-        thumbnails.symbols(),
-        *sections,
-        *(listing(title, [name for name, _ in pairs], meaning) for title, (pairs, meaning) in only.items() if pairs),
-        text=repr(diff),
-    )
+    only = [
+        Names("Only in A", [name for name, _ in diff.only_a], "in A, not in B"),
+        Names("Only in B", [name for name, _ in diff.only_b], "in B, not in A"),
+    ]
+    facts = Facts([
+        ("A", f"{len(a.tensors):,} tensors", f"ranks {ranks_range(a.ranks)}"),
+        ("B", f"{len(b.tensors):,} tensors", f"ranks {ranks_range(b.ranks)}"),
+        ("other blocks", f"{len(diff.blocks):,}", ""),
+        ("written otherwise", f"{len(diff.fields):,}", "the same blocks"),
+    ])  # fmt: skip
+    shown = [facts, thumbnails.symbols(), *sections, *(each for each in only if each.names)]
+    return page(("Two strategies", "", verdict), shown, repr(diff))
 
 
 def _group(pictures: Sequence[Markup], rules: Sequence[Markup], stage: str, members: Sequence[str]) -> Markup:
