@@ -15,7 +15,7 @@ from reshard.view.pictures.flow import plan_picture
 from reshard.view.pictures.task_stream import task_stream, task_sums
 from reshard.view.pictures.thumbnails import Thumbnails
 from reshard.view.sections import MOST_ROWS, Facts, Names, Note, Table, details, lines, markup, page, warnings_of
-from reshard.view.svg import Markup, join, ranks_label, tag
+from reshard.view.svg import Markup, join, tag
 from reshard.view.text import (
     count_text,
     fields_data,
@@ -75,14 +75,13 @@ def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | 
 
 def _plan_facts(plan: Plan) -> Facts:
     stats = plan.stats
-    ranks = f", {ranks_label(plan.ranks)}" if any(plan.ranks) else ""
     more = f", {stats.read_amplification:.2f} x what is needed" if stats.read_amplification > 1 else ""
     whole = "each writing whole files" if plan.by_file else f"bands of up to {bytes_text(plan.band_bytes)}"
     return Facts([
         ("tensors", f"{stats.tensors:,}", ""),
         ("read", bytes_text(stats.bytes_read), f"{count_text(stats.source_files, 'file')}{more}"),
         ("write", bytes_text(stats.target_bytes),
-         f"{count_text(stats.target_files, 'file')}{ranks}{_encrypted(plan)}"),
+         f"{count_text(stats.target_files, 'file')}{of_ranks(', ', plan.ranks)}{_encrypted(plan)}"),
         ("tasks", f"{stats.tasks:,}", whole),
         ("memory", bytes_text(stats.peak_memory), f"at the peak, {count_text(plan.threads, 'thread')}"),
     ])  # fmt: skip

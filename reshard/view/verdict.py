@@ -12,8 +12,7 @@ from reshard.dtypes import BY_NAME
 from reshard.errors import PYTHON, bytes_text, printable, spelled
 from reshard.view.sections import Facts, Names, Note, Table, page, warnings_of
 from reshard.view.sections import lines as section_lines
-from reshard.view.svg import ranks_label
-from reshard.view.text import count_text, fields_data, folded_text, near
+from reshard.view.text import count_text, fields_data, folded_text, near, of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,7 +60,7 @@ def verdict_text(
     lines += [f"  {title}: {folded_text(tensors, _MOST_NAMES)}" for title, tensors in absent.items() if tensors]
     lines += _differences_lines(verification, words, every_one)
     if verbose:
-        sections = [_facts(verification), *_unchecked(verification)]
+        sections = [Facts(_facts(verification).facts[1:]), *_unchecked(verification)]
         lines += [f"  {line}" for section in sections for line in section_lines(section)]
     return "\n".join(lines)
 
@@ -78,7 +77,7 @@ def _facts(verification: Verification) -> Facts:
     return Facts([
         ("differences", f"{count:,}" if count else "none", ""),
         ("tensors", f"{verification.tensors:,}", blocks),
-        ("files", f"{verification.files:,}", ranks_label(verification.ranks) if verification.ranks else ""),
+        ("files", f"{verification.files:,}", of_ranks("of ", verification.ranks)),
         ("read", bytes_text(nbytes), sides),
         ("time", f"{seconds:.2f} s", rate),
     ])  # fmt: skip
