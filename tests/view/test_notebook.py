@@ -395,7 +395,7 @@ def test_stages_are_drawn_apart(mindspore_data: Path) -> None:
 @pytest.mark.parametrize("ranks", [None, [1], [0, 3]])
 def test_a_plans_ribbons_are_its_bytes(source: reshard.Checkpoint, target: Strategy, ranks: list[int] | None) -> None:
     plan = reshard.plan(source, target, ranks=ranks)
-    drawn = flow._of_plan(plan._record)
+    drawn = flow.flow_of(plan._record)
     assert sum(drawn.read.values()) == plan.stats.bytes_read == sum(node.nbytes for node in drawn.sources)
     assert sum(drawn.written.values()) == plan.stats.bytes_written == sum(node.nbytes for node in drawn.targets)
     assert [node.name for node in drawn.targets] == [f"rank {rank}" for rank in plan.ranks]
@@ -419,7 +419,7 @@ def test_a_cast_and_a_large_plan_keep_their_bytes() -> None:
     plan = reshard.plan(
         reshard.Checkpoint(checkpoint), target, selection=reshard.Selection(cast={"float32": "bfloat16"})
     )
-    drawn = flow._of_plan(plan._record)
+    drawn = flow.flow_of(plan._record)
     assert sum(drawn.read.values()) == plan.stats.bytes_read
     assert sum(drawn.written.values()) == plan.stats.bytes_written
     assert [node.name for node in drawn.sources][:2] == ["ranks 0–3", "ranks 4–7"]
