@@ -23,7 +23,7 @@ from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.spelling import missing_name
 from reshard.strategy.names import group_members, group_names, natural, ranges_text
 from reshard.upward import upward
-from reshard.view.sections import Reasons
+from reshard.view.sections import Reasons, Table
 from reshard.view.sections import lines as section_lines
 from reshard.view.text import count_text, files_lines, looked_text, plain, source_lines, table_lines
 from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shard_counts
@@ -263,7 +263,7 @@ def checkpoint_text(
     lines += ["", *_rows(checkpoint, "shape", sort, width, columns), ""]
     if cut and raw:
         lines += [*LEGEND.splitlines(), ""]
-    lines += [*_totals(checkpoint, width), ""]
+    lines += [*section_lines(totals_table(checkpoint), width), ""]
     if sampled := looked_text(checkpoint.opening.looked):
         lines.append(f"sampled: {sampled}")
     stored = _stored(checkpoint) if cut else 0
@@ -291,7 +291,7 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
         title = f"ranks {ranges_text(ranks)}: each " if len(ranks) > 1 else f"rank {ranks[0]}: "
         lines += ["", f"{title if len(parts) > 1 or len(ranks) > 1 else ''}{_counted(part)}"]
         if part.tensors:
-            lines += [*_rows(part, "shape in the file", sort, width, {}), "", *_totals(part, width)]
+            lines += [*_rows(part, "shape in the file", sort, width, {}), "", *section_lines(totals_table(part), width)]
         lines += _trouble_lines(part, {})
     return joined("\n", lines)
 
@@ -347,12 +347,13 @@ def troubles(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[Reasons
     ]
 
 
-def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
+def totals_table(checkpoint: Checkpoint) -> Table:
+    """Return a table of the sums by kind and dtype."""
     rows = [
-        (printable(kind), dtype, f"{tensors:,}", f"{parameters:,}", bytes_text(nbytes))
+        (kind, dtype, f"{tensors:,}", f"{parameters:,}", bytes_text(nbytes))
         for kind, dtype, tensors, parameters, nbytes in totals(checkpoint)
     ]
-    return table_lines(("kind", "dtype", "tensors", "parameters", "bytes"), rows, width)
+    return Table("", ("kind", "dtype", "tensors", "parameters", "bytes"), rows)
 
 
 def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[str | int, ...]]:
