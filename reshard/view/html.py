@@ -10,7 +10,6 @@ from reshard.view.pages.diff_view import diff_html
 from reshard.view.pages.stats_view import stats_html, values_html
 from reshard.view.pages.strategy_view import strategy_diff_html, strategy_html
 from reshard.view.pictures.flow import plan_picture
-from reshard.view.pictures.fused import fusion_html
 from reshard.view.pictures.pens import checkpoint_picture, layout_picture, strategy_picture
 from reshard.view.pictures.task_stream import task_stream
 from reshard.view.plans import graph_html, plan_html, report_html
@@ -44,7 +43,6 @@ _HTML: dict[str, Callable[[Any], str]] = {
     "CheckpointDiff": diff_html,
     "CheckpointStats": stats_html,
     "Diff": strategy_diff_html,
-    "Fusion": fusion_html,
     "Graph": graph_html,
     "Groups": groups_html,
     "HistogramPicture": picture_html,

@@ -46,14 +46,7 @@ _MOST_FILES = 8
 
 
 def plan_text(plan: Plan, directory: str, *, verbose: bool = False, then: str | None = None) -> str:
-    """Describe a plan before it runs.
-
-    Args:
-        plan: the plan.
-        directory: the target.
-        verbose: write all facts.
-        then: the command to type next.
-    """
+    """Describe a plan before it runs, with all facts if it is `verbose`, and `then`, the command to type next."""
     commands = [f"next: {printable(then)}"] if then else []
     if verbose:
         return joined("\n", [*_plan_table(plan, directory), *commands])

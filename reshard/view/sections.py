@@ -211,38 +211,17 @@ def _table(of: Table) -> Markup:
     ]
     shown = [tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")]
     shown += and_more(len(of.rows), of.most, of.noun)
-    if of.found is None and len(of.rows) <= of.most:  # the script searches the table itself
-        found = tag("div", tag("div", *shown, class_="still"), class_="find") if len(of.rows) > FEWEST else join(shown)
-    else:
-        found = searched(shown, *(of.found or (of.header, of.rows)), wrap=of.wrap, code=of.code)
+    found = join(shown)
+    header, rows = of.found or (of.header, of.rows)
+    if len(rows) > FEWEST:
+        is_all = of.found is None and len(rows) <= of.most  # the script searches the table itself
+        data = "" if is_all else packed(header, rows, wrap=of.wrap, code=of.code)
+        script_of = [tag("script", Markup(data), type="application/json")] if data else []
+        found = tag("div", tag("div", *shown, class_="still"), *script_of, class_="find")
     if not of.title:
         return join([of.beside, found])
     more = f"{len(of.rows):,}" if of.more is None else of.more
     return details(of.title, of.beside, found, more=more, opened=of.opened)
-
-
-def searched(
-    still: Sequence[Markup],
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    wrap: str = "",
-    code: Sequence[str] = (),
-) -> Markup:
-    """Return elements with a search box over all rows, of which they show some; with few rows, as they are.
-
-    Args:
-        still: the elements, such as a tree of folded layers.
-        header: the titles of the rows.
-        rows: the cells, as for `search.packed`.
-        wrap: the title of the column of long texts.
-        code: as for `search.packed`.
-    """
-    rows = [*rows]
-    if len(rows) <= FEWEST:
-        return join(still)
-    data = tag("script", Markup(packed(header, rows, wrap=wrap, code=code)), type="application/json")
-    return tag("div", tag("div", *still, class_="still"), data, class_="find")
 
 
 def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:

@@ -240,10 +240,7 @@ def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
 def strategy_text(strategy: Strategy, title: str, *, raw: bool = False) -> str:
     """Write a strategy: its devices, stages and ranks, and the names of each layout, folded.
 
-    Args:
-        strategy: the strategy.
-        title: the name of its file.
-        raw: write the device matrix and tensor map of each layout, too.
+    `title` is the name of its file; `raw` writes the device matrix and tensor map of each layout, too.
 
     >>> from reshard.core.layout.layout import Layout
     >>> from reshard.strategy.strategy import Strategy

@@ -26,13 +26,7 @@ _HEADER = ("tensor", "differing", "max |A-B|", "mean |A-B|", "relative", "cosine
 
 
 def diff_text(diff: CheckpointDiff, *, width: int | None = None, verbose: bool = False) -> str:
-    """Write the verdict, the tensors that changed most, and names, shapes and dtypes that differ.
-
-    Args:
-        diff: the differences.
-        width: the columns of the terminal; None for any number.
-        verbose: list all tensors that differ.
-    """
+    """Write the verdict, the tensors that changed most (`verbose`: all), and names, shapes and dtypes that differ."""
     written = [verdict(diff)]
     changed = [_row(diff.tensors[name]) for name in diff.changed]
     if changed:

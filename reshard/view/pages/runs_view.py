@@ -116,12 +116,7 @@ def age_text(seconds: float) -> str:
 
 
 def runs_text(runs: Runs, *, width: int | None = None) -> str:
-    """Write a table of the checkpoints, why some are not complete, and which is the newest complete one.
-
-    Args:
-        runs: the checkpoints.
-        width: the longest line; None for any length.
-    """
+    """Write a table of the checkpoints, why some are not complete, and which is the newest complete one."""
     if not runs:
         return f"no checkpoint is below {runs.root}"
     table, *rest = _sections(runs)

@@ -26,13 +26,7 @@ _WIDTH, _HEIGHT = 120.0, 24.0
 
 
 def stats_text(stats: CheckpointStats, *, by: str = "name", width: int | None = None) -> str:
-    """Write a table of statistics, a row for each group, and where NaNs and infinities are.
-
-    Args:
-        stats: the statistics.
-        by: as for `CheckpointStats.groups`.
-        width: the columns of the terminal; None for any number.
-    """
+    """Write a table of statistics, a row for each of `CheckpointStats.groups`, and where NaNs and infinities are."""
     rows = list(stats.groups(by).values())
     header, cells = _table(stats, rows)
     lines = []

@@ -83,12 +83,7 @@ class DrawnFile(NamedTuple):
 
 
 def plan_picture(plan: Plan, name: str | None = None) -> Picture:
-    """Draw the transfers of a plan by files, or the blocks of one tensor before and after.
-
-    Args:
-        plan: the plan.
-        name: the name of the tensor in the target or in the source; None for the whole plan.
-    """
+    """Draw the transfers of a plan by files, or the blocks of one tensor of the target or source before and after."""
     if name is not None:
         return plan_tensor_picture(plan, name)
     return draw(flow_of(plan), f"{count_text(plan.stats.tensors, 'tensor')}: what goes where")
