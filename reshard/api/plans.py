@@ -162,7 +162,7 @@ class Plan:
         Raises:
             reshard.UsageError: the plan does not write this rank.
         """
-        from reshard.view.ranks import RankArrays  # it brings dask
+        from reshard.view.ranks import planned_arrays  # it brings dask
 
         record = self._record
         if rank not in record.ranks:
@@ -170,7 +170,7 @@ class Plan:
                 f"this plan does not write rank {rank}", code="no-such-rank",
                 facts=[f"it writes ranks {ranges_text(record.ranks)}"],
             )  # fmt: skip
-        return RankArrays(record.source, rank, record.blocks(rank), record.texts)
+        return planned_arrays(record, rank)
 
     @checked
     def picture(self, name: str | None = None) -> Picture:
