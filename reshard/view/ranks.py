@@ -169,6 +169,7 @@ def stored_part(checkpoint: Checkpoint, tensor: Tensor, located: Sequence[tuple[
         return _text_part(name, tensor.text)
     blocks = [block for block, _ in located]
     box = _box(blocks)
+    shape: Shape
     if box is None:
         shape, text = (sum(block.size for block in blocks),), names(blocks, most=3)
     else:

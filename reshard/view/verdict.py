@@ -60,7 +60,7 @@ def verdict_text(
     lines += [f"  {title}: {folded_text(tensors, _MOST_NAMES)}" for title, tensors in absent.items() if tensors]
     lines += _differences_lines(verification, words, every_one)
     if verbose:
-        sections = [Facts(_facts(verification).facts[1:]), *_unchecked(verification)]
+        sections: list[Section] = [Facts(_facts(verification).facts[1:]), *_unchecked(verification)]
         lines += [f"  {line}" for section in sections for line in section_lines(section)]
     return "\n".join(lines)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from math import isfinite, log10
 from typing import TYPE_CHECKING
 
@@ -122,9 +121,9 @@ def diff_html(diff: CheckpointDiff) -> str:
     sections: list[Section] = [facts]
     if changed:
         relatives = [each.relative for each in changed if each.relative > 0 and isfinite(each.relative)]
-        bars = [_bar(each, relatives) for each in changed[:MOST_ROWS]]
+        bars = [_bar(each, relatives) if number < MOST_ROWS else "" for number, each in enumerate(changed)]
         rows = [*map(_row, changed)]
-        with_bars = [(name, bar, *cells) for (name, *cells), bar in zip_longest(rows, bars, fillvalue="")]
+        with_bars = [(row[0], bar, *row[1:]) for row, bar in zip(rows, bars, strict=True)]
         sections += [
             Table(
                 "Changed most", (_HEADER[0], "change", *_HEADER[1:]), with_bars, "tensor", most=MOST_ROWS, opened=True,

@@ -29,7 +29,9 @@ _HEADER = ("cut", "layout", "tensors", "names")
 
 def strategy_html(strategy: Strategy) -> str:
     """Show a strategy: devices, stages and the tensors of each layout."""
-    groups = {(stage, (layout,)): names for (stage, layout), names in words.groups_of(strategy).items()}
+    groups: dict[tuple[int, tuple[Layout, ...]], list[str]] = {
+        (stage, (layout,)): names for (stage, layout), names in words.groups_of(strategy).items()
+    }
     several, thumbnails = len(strategy.stages) > 1, Thumbnails(_SIZE)
     stages = f"{strategy.stages.start} to {strategy.stages.stop - 1}" if several else f"stage {strategy.stages.start}"
     sections: list[Section] = [

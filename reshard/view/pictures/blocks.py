@@ -201,7 +201,7 @@ def panels_of(
         most: the most cells.
         least: the least pixels between two cuts; finer grids have cells of several blocks.
     """
-    panels: dict[tuple[Span, ...], list[Cell]] = {}
+    panels: dict[tuple[tuple[int, int], ...], list[Cell]] = {}
     for cell in _cells(side, frame, most, least):
         key = tuple((cell.block.start[axis], cell.block.stop[axis]) for axis in frame.others)
         panels.setdefault(key, []).append(cell)

@@ -101,7 +101,8 @@ def tensor_picture(checkpoint: Checkpoint, tensor: Tensor, target: Strategy | No
 
 def plan_tensor_picture(plan: Plan, name: str) -> Picture:
     """Draw the blocks of a tensor that a plan reads, each from one rank, next to those that it writes."""
-    sides, shape = [], ""
+    sides: list[DrawnSide] = []
+    shape = ""
     for transfer in plan.transfers:
         if name not in (transfer.name, transfer.source_name):
             continue

@@ -97,7 +97,7 @@ def task_sums(report: Report) -> list[tuple[str, ...]]:
     kinds: dict[str, list[Receipt]] = {}
     for receipt in report.receipts:
         kinds.setdefault(receipt.task.partition(" ")[0], []).append(receipt)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for kind, receipts in kinds.items():
         read, written, seconds = map(sum, zip(*(receipt[1:4] for receipt in receipts), strict=True))
         rows.append((_KINDS[kind][0], f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
