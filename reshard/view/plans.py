@@ -261,7 +261,7 @@ def _transfers(plan: Plan) -> Table:
     ]
     return Table(
         "Tensors", ("tensor", "count", "dtype", "shape", "bytes", "cut", "blocks", "in files"), rows, most=MOST_ROWS,
-        more=f"{plan.stats.tensors:,}", code=[".picture(NAME)"], beside=thumbnails.symbols(),
+        more=f"{plan.stats.tensors:,}", typed=[".picture(NAME)"], beside=thumbnails.symbols(),
         found=(("tensor", "dtype", "shape", "bytes", "blocks", "in files"), single),
     )  # fmt: skip
 

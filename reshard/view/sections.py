@@ -54,7 +54,7 @@ class Table(NamedTuple):
         more: a remark next to the title; by default the number of rows.
         opened: it is not collapsed at first.
         found: the titles and rows that the search box finds, if not those of the table.
-        code: what to type about a row that was found, where NAME is its first cell.
+        typed: what to type about a row that was found, where NAME is its first cell.
         beside: markup above the table.
     """
 
@@ -67,7 +67,7 @@ class Table(NamedTuple):
     more: str | None = None
     opened: bool = False
     found: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None
-    code: Sequence[str] = ()
+    typed: Sequence[str] = ()
     beside: Markup = Markup("")
 
 
@@ -215,7 +215,7 @@ def _table(of: Table) -> Markup:
     header, rows = of.found or (of.header, of.rows)
     if len(rows) > FEWEST:
         is_all = of.found is None and len(rows) <= of.most  # the script searches the table itself
-        data = "" if is_all else packed(header, rows, wrap=of.wrap, code=of.code)
+        data = "" if is_all else packed(header, rows, wrap=of.wrap, typed=of.typed)
         script_of = [tag("script", Markup(data), type="application/json")] if data else []
         found = tag("div", tag("div", *shown, class_="still"), *script_of, class_="find")
     if not of.title:

@@ -60,7 +60,8 @@ def verdict_text(
     lines += [f"  {title}: {folded_text(tensors, _MOST_NAMES)}" for title, tensors in absent.items() if tensors]
     lines += _differences_lines(verification, words, every_one)
     if verbose:
-        sections: list[Section] = [Facts(_facts(verification).facts[1:]), *_unchecked(verification)]
+        facts = _facts(verification).facts[1 : None if verification.bytes_read else 3]
+        sections: list[Section] = [Facts(facts), *_unchecked(verification)]
         lines += [f"  {line}" for section in sections for line in section_lines(section)]
     return "\n".join(lines)
 
@@ -77,7 +78,7 @@ def _facts(verification: Verification) -> Facts:
     return Facts([
         ("differences", f"{count:,}" if count else "none", ""),
         ("tensors", f"{verification.tensors:,}", blocks),
-        ("files", f"{verification.files:,}", of_ranks("of ", verification.ranks)),
+        ("files", f"{verification.files:,}", of_ranks("", verification.ranks)),
         ("read", bytes_text(nbytes), sides),
         ("time", f"{seconds:.2f} s", rate),
     ])  # fmt: skip

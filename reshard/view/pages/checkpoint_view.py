@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reshard.view.sections import Section
     from reshard.view.tables import Groups
 
-_CODE = (".picture(NAME)", ".hist(NAME)", "[NAME]")
+_TYPED = (".picture(NAME)", ".hist(NAME)", "[NAME]")
 """What to type about a tensor: a page is made of headers alone, and has no values."""
 
 
@@ -95,7 +95,7 @@ def _tensors(checkpoint: Checkpoint) -> Table:
     return Table(
         "Tensors", ("tensor", "count", "dtype", "shape", "bytes", "layout"), rows + [()] * (len(folded) - len(rows)),
         most=MOST_ROWS, more=f"{len(checkpoint.tensors):,}", opened=True, beside=thumbnails.symbols(),
-        found=(("tensor", "dtype", "shape", "bytes", "layout"), single), code=_CODE,
+        found=(("tensor", "dtype", "shape", "bytes", "layout"), single), typed=_TYPED,
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _row(checkpoint: Checkpoint, name: str, tensors: Sequence[Tensor], thumbnail
     drawn = thumbnails.of_tensor(checkpoint, tensor, cut) if _is_cut(checkpoint, tensor) else ""
     picture, width, height = _picture(checkpoint, tensor, thumbnails)
     enlarged = [tag("svg", tag("use", href=f"#{picture}"), width=width, height=height)] if picture else []
-    code = (tag("code", text.replace("NAME", json.dumps(tensor.spec.name, ensure_ascii=False))) for text in _CODE)
+    code = (tag("code", text.replace("NAME", json.dumps(tensor.spec.name, ensure_ascii=False))) for text in _TYPED)
     opened = tag("details", tag("summary", name), tag("div", *enlarged, *code, class_="detail"))
     layout = tag("span", drawn, tag("span", cut), class_="layout", title=rule)
     return opened, f"{len(tensors):,}", *_cells(tensor, len(tensors)), layout

@@ -154,7 +154,7 @@ def stats_html(stats: CheckpointStats) -> str:
     places = [_not_finite_row(stats, *item) for item in stats.not_finite.items()]
     values = Table(
         "Values", [header[0], "values", *header[1:]], with_pictures, most=MOST_ROWS, more="of finite elements",
-        opened=True, found=_table(stats, list(stats.tensors.values())), code=["[NAME]", ".hist(NAME)"],
+        opened=True, found=_table(stats, list(stats.tensors.values())), typed=["[NAME]", ".hist(NAME)"],
         beside=thumbnails.symbols(),
     )  # fmt: skip
     sections: list[Section] = [
