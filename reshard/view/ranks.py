@@ -16,7 +16,7 @@ from reshard.strategy.names import ranks_text
 from reshard.view.arrays import cast_array, flat_array, stored_array, sub_array, text_array
 from reshard.view.sections import Table, lines, page
 from reshard.view.text import count_text
-from reshard.view.words import ranks_read
+from reshard.view.words import is_computed, ranks_read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -145,7 +145,7 @@ def stored_arrays(checkpoint: Checkpoint, rank: int) -> RankArrays:
     blocks = {}
     for name, read in checkpoint.tensors.items():
         tensor = with_all_stages(checkpoint, read)
-        if _is_computed(checkpoint, tensor):
+        if is_computed(checkpoint, tensor):
             if of_computed := _computed_blocks(checkpoint, tensor, rank):
                 blocks[name] = of_computed
             continue
@@ -191,12 +191,6 @@ def stored_part(checkpoint: Checkpoint, tensor: Tensor, located: Sequence[tuple[
     return Part(dtype.name, shape, prod(shape) * dtype.itemsize, text, make)
 
 
-def _is_computed(checkpoint: Checkpoint, tensor: Tensor) -> bool:
-    """Return whether a tensor is in no file, as it is computed from others or from an array."""
-    read = (replicas[0].file for replicas in tensor.sharding.replicas if replicas)
-    return any(checkpoint.files[number].inputs is not None for number in read)
-
-
 def _is_of_one_rank(checkpoint: Checkpoint, file: int) -> bool:
     """Return whether a file is stored, or computed from the files of one rank; others are of no rank."""
     return checkpoint.files[file].inputs is None or len(ranks_read(checkpoint, file)) <= 1
@@ -215,7 +209,7 @@ def _computed_blocks(checkpoint: Checkpoint, tensor: Tensor, rank: int) -> tuple
 def _ranks_before(checkpoint: Checkpoint, tensor: Tensor) -> list[set[int]] | None:
     """Return the ranks with each block of a tensor before it was computed; None if it did not have these blocks."""
     computation = checkpoint.opening.computation
-    if computation is None or not _is_computed(checkpoint, tensor):
+    if computation is None or not is_computed(checkpoint, tensor):
         return [
             {checkpoint.ranks[at.file] for at in replicas if _is_of_one_rank(checkpoint, at.file)}
             for replicas in tensor.sharding.replicas

@@ -233,24 +233,28 @@ def _differences_lines(verification: Verification, words: Words, every_one: str)
         groups.setdefault(key, []).append(difference)
     alike = list(groups.values())
     for group in alike[:_MOST_SHOWN]:
-        first = group[0]
-        if first.kind == "values" and first.index is not None:
-            yield from _values_lines(sorted(group, key=lambda each: each.side == "source"), verification, words)
-        elif len(group) > 1:
-            folded = folded_text((each.name or "" for each in group), _MOST_NAMES)
-            yield f"  {count_text(len(group), 'tensor')}, {folded}: {first.text}"
-        elif first.name is None:
-            path = below(first.path or "", verification.target)
-            yield f"  {path}: {printable(spelled(first.text, words))}"
-        else:
-            kind = "object" if first.kind == "object" else "tensor"
-            yield f"  {kind} {printable(first.name)}: {printable(spelled(first.text, words))}"
-            if path := printable(near(first.path)) if first.path is not None else "":
-                yield f"    {first.side}, {'' if first.rank is None else f'rank {first.rank}, '}{path}"
+        yield from _alike_lines(group, verification, words)
     if rest := alike[_MOST_SHOWN:]:
         tensors = {each.name for group in rest for each in group}
         more = count_text(len(rest), "difference") if None in tensors else count_text(len(tensors), "tensor")
         yield f"  and {more} more; {every_one} lists all"
+
+
+def _alike_lines(group: Sequence[Difference], verification: Verification, words: Words) -> Iterator[str]:
+    first = group[0]
+    text = printable(spelled(first.text, words))
+    if first.kind == "values" and first.index is not None:
+        yield from _values_lines(sorted(group, key=lambda each: each.side == "source"), verification, words)
+    elif len(group) > 1:
+        folded = folded_text((each.name or "" for each in group), _MOST_NAMES)
+        yield f"  {count_text(len(group), 'tensor')}, {folded}: {first.text}"
+    elif first.name is None:
+        yield f"  {below(first.path or '', verification.target)}: {text}"
+    else:
+        yield f"  {'object' if first.kind == 'object' else 'tensor'} {printable(first.name)}: {text}"
+        if first.path:
+            rank = "" if first.rank is None else f"rank {first.rank}, "
+            yield f"    {first.side}, {rank}{printable(near(first.path))}"
 
 
 def _values_lines(differences: Sequence[Difference], verification: Verification, words: Words) -> Iterator[str]:

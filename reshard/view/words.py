@@ -188,8 +188,8 @@ def is_computed(checkpoint: Checkpoint, tensor: Tensor) -> bool:
 
 def _computed_file(checkpoint: Checkpoint, tensor: Tensor) -> int | None:
     """Return the number of the file that stands for a computed tensor, or None."""
-    numbers = (at.file for replicas in tensor.sharding.replicas[:1] for at in replicas[:1])
-    return next((number for number in numbers if checkpoint.files[number].inputs is not None), None)
+    number = next((replicas[0].file for replicas in tensor.sharding.replicas if replicas), None)
+    return None if number is None or checkpoint.files[number].inputs is None else number
 
 
 @lru_cache(maxsize=4)

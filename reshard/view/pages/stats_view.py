@@ -18,7 +18,7 @@ from reshard.view.text import count_text, fields_data, fitting_lines, near, tabl
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.compute.stats import CheckpointStats, NotFinite, ValueStats
+    from reshard.compute.stats import CheckpointStats, ValueStats
     from reshard.view.sections import Section
 
 _MOST_SHOWN = 8
@@ -105,7 +105,7 @@ def stats_data(stats: CheckpointStats, *, by: str = "name") -> dict[str, object]
                 **_values_data(values),
                 "shape": list(values.shape or ()),
                 "kind": stats.kinds[name],
-                "first": None if values.first is None else _first_data(values.first),
+                "first": None if values.first is None else fields_data(values.first, "index", "value", "rank", "path"),
             }
             for name, values in stats.tensors.items()
         ],
@@ -124,10 +124,6 @@ def _values_data(values: ValueStats) -> dict[str, object]:
 def finite_or_none(number: float | None) -> float | None:
     """Return a number that JSON can have; None for a NaN, an infinity or no number."""
     return None if number is None or not isfinite(number) else number
-
-
-def _first_data(first: NotFinite) -> dict[str, object]:
-    return fields_data(first, "index", "value", "rank", "path")
 
 
 # --- pages ------------------------------------------------------------------------------------------------------
@@ -151,7 +147,11 @@ def stats_html(stats: CheckpointStats) -> str:
         ("read", bytes_text(stats.bytes_read), f"{stats.seconds:.2f} s, {bytes_text(rate)}/s"),
     ])  # fmt: skip
     titles = ("tensor", "first at", "value", "NaN and Inf", "rank", "file")
-    places = [_not_finite_row(stats, *item) for item in stats.not_finite.items()]
+    places = [
+        (name, shape_text(first.index), first.value, _counted(stats.tensors[name]),
+         f"{first.rank}" if stats.by_ranks else "", first.path)
+        for name, first in stats.not_finite.items()
+    ]  # fmt: skip
     values = Table(
         "Values", [header[0], "values", *header[1:]], with_pictures, most=MOST_ROWS, more="of finite elements",
         opened=True, found=_table(stats, list(stats.tensors.values())), typed=["[NAME]", ".hist(NAME)"],
@@ -186,11 +186,6 @@ def values_html(values: ValueStats) -> str:
         drawing, height = drawn(*values.histogram(64), remark)
         sections.append(Picture(values.name, 562, height, drawing).html())
     return page(("Statistics", values.name, *about), sections, repr(values))
-
-
-def _not_finite_row(stats: CheckpointStats, name: str, first: NotFinite) -> Sequence[str]:
-    rank = f"{first.rank}" if stats.by_ranks else ""
-    return name, shape_text(first.index), first.value, _counted(stats.tensors[name]), rank, first.path
 
 
 def _drawings(values: ValueStats, thumbnails: Thumbnails) -> tuple[Markup, Markup]:

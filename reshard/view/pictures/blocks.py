@@ -243,17 +243,15 @@ def _cells(side: DrawnSide, frame: Frame, most: int, least: float) -> list[Cell]
 
 def _merged(side: DrawnSide, frame: Frame, most: int, least: float) -> dict[int, dict[int, int]]:
     """Return for each drawn axis the group of each start of a block; empty if every block has room."""
-    starts: dict[int, list[int]] = {}
-    step: dict[int, int] = {}  # the number of neighbours that are merged
-    for axis, pixels in frame.drawn:
-        if axis is not None:
-            starts[axis] = sorted({block.start[axis] for block in side.blocks})
-            step[axis] = 1
-            while len(starts[axis]) / step[axis] > max(pixels / least, 1):
-                step[axis] *= 2
-    while prod(ceil(len(starts[axis]) / step[axis]) for axis in step) > most:
-        finest = max(step, key=lambda axis: len(starts[axis]) / step[axis])
-        step[finest] *= 2
+    room = {axis: max(pixels / least, 1) for axis, pixels in frame.drawn if axis is not None}
+    starts = {axis: sorted({block.start[axis] for block in side.blocks}) for axis in room}
+    step = dict.fromkeys(room, 1)  # the number of neighbours that are merged
+    while True:
+        counts = {axis: ceil(len(starts[axis]) / step[axis]) for axis in step}
+        fine = [axis for axis in counts if counts[axis] > room[axis]]
+        if not fine and prod(counts.values()) <= most:
+            break
+        step[max(fine or counts, key=lambda axis: len(starts[axis]) / step[axis])] *= 2
     if all(factor == 1 for factor in step.values()):
         return {}
     return {axis: {start: n // step[axis] for n, start in enumerate(starts[axis])} for axis in step}
