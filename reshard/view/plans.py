@@ -93,10 +93,7 @@ def _plan_table(plan: Plan, directory: str) -> list[str]:
         *lines(_plan_facts(plan)),
         *_titled("changed", [changed_text(plan)]),
         *_titled("requests", _requests_texts(plan, directory)),
-        *_titled("left out", _left_out(plan)),
-        *_titled("dropped", [list_text(plan.dropped)] if plan.dropped else []),
-        *_titled("missing", [list_text(plan.missing)] if plan.missing else []),
-        *_titled("sampled", [looked_text(plan.source.opening.looked) or ""]),
+        *_differing(plan),
         *_titled("files", files),
     ]
 
@@ -104,6 +101,16 @@ def _plan_table(plan: Plan, directory: str) -> list[str]:
 def _titled(title: str, texts: Sequence[str | Text]) -> list[Text]:
     """Return lines in the form of facts; the first has the title."""
     return [Text(f"{'' if number else title:<8} ", text) for number, text in enumerate(texts) if text]
+
+
+def _differing(plan: Plan) -> list[Text]:
+    """Write the tensors that are on one side only, and what was sampled of the source."""
+    return [
+        *_titled("left out", _left_out(plan)),
+        *_titled("dropped", [list_text(plan.dropped)] if plan.dropped else []),
+        *_titled("missing", [list_text(plan.missing)] if plan.missing else []),
+        *_titled("sampled", [looked_text(plan.source.opening.looked) or ""]),
+    ]
 
 
 def changed_text(plan: Plan) -> str:
@@ -352,10 +359,7 @@ def _details(plan: Plan, report: Report) -> list[str]:
         sums = f"CRC-32C of every block, in {printable(near(report.directory))}/.reshard"
     return [
         *lines(_report_facts(report)),
-        *_titled("left out", _left_out(plan)),
-        *_titled("dropped", [list_text(report.dropped)] if report.dropped else []),
-        *_titled("missing", [list_text(report.missing)] if report.missing else []),
-        *_titled("sampled", [looked_text(plan.source.opening.looked) or ""]),
+        *_differing(plan),
         *_titled("sums", [sums]),
     ]
 

@@ -9,10 +9,9 @@ from reshard.compute.stats import number_text
 from reshard.core.layout.block import shape_text
 from reshard.errors import bytes_text, printable
 from reshard.view.pictures.hist import drawn, outline
-from reshard.view.pictures.thumbnails import Thumbnails
 from reshard.view.sections import MOST_ROWS, Facts, Reasons, Table, page, warnings_of
 from reshard.view.sections import lines as section_lines
-from reshard.view.svg import Markup, Picture, tag
+from reshard.view.svg import Markup, Picture
 from reshard.view.text import count_text, fields_data, fitting_lines, near, table_lines
 
 if TYPE_CHECKING:
@@ -134,11 +133,10 @@ def stats_html(stats: CheckpointStats) -> str:
     rows, total = list(stats.groups().values()), stats.total
     bad, rate = len(stats.not_finite), stats.bytes_read / stats.seconds if stats.seconds else 0
     header, cells = _table(stats, rows)
-    thumbnails = Thumbnails()
-    with_pictures: list[list[str]] = []
-    for number, (row, group) in enumerate(zip(cells, rows, strict=True)):
-        small, large = _drawings(group, thumbnails) if number < MOST_ROWS else (Markup(""), Markup(""))
-        with_pictures.append([tag("details", tag("summary", row[0]), large) if large else row[0], small, *row[1:]])
+    with_pictures = [
+        [row[0], _drawing(group) if number < MOST_ROWS else "", *row[1:]]
+        for number, (row, group) in enumerate(zip(cells, rows, strict=True))
+    ]
     facts = Facts([
         ("tensors", f"{len(stats.tensors):,}", f"{len(stats.not_computed):,} not computed"),
         ("elements", f"{total.size:,}", f"{total.zeros:,} zero"),
@@ -155,7 +153,6 @@ def stats_html(stats: CheckpointStats) -> str:
     values = Table(
         "Values", [header[0], "values", *header[1:]], with_pictures, most=MOST_ROWS, more="of finite elements",
         opened=True, found=_table(stats, list(stats.tensors.values())), typed=["[NAME]", ".hist(NAME)"],
-        beside=thumbnails.symbols(),
     )  # fmt: skip
     sections: list[Section] = [
         facts,
@@ -188,17 +185,9 @@ def values_html(values: ValueStats) -> str:
     return page(("Statistics", values.name, *about), sections, repr(values))
 
 
-def _drawings(values: ValueStats, thumbnails: Thumbnails) -> tuple[Markup, Markup]:
-    """Return a histogram in the size of a row, and a large one below it; both empty without finite values."""
+def _drawing(values: ValueStats) -> Markup:
+    """Return a histogram in the size of a row; nothing without finite values."""
     if not values.moments.finite:
-        return Markup(""), Markup("")
-    counts, edges = values.histogram()
-    drawing = outline(counts, edges, _WIDTH, _HEIGHT - 1)
-    name, *_ = thumbnails.picture(drawing, lambda: Picture("", _WIDTH, _HEIGHT, drawing))
-    title = f"{number_text(values.min)} to {number_text(values.max)}"
-    if not name:
-        return Picture(title, _WIDTH, _HEIGHT, drawing).svg(), Markup("")
-    use, box = tag("use", href=f"#{name}"), f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}"
-    small = tag("svg", tag("title", title), use, viewBox=box, width=_WIDTH, height=_HEIGHT, role="img")
-    large = tag("svg", use, viewBox=box, width=4 * _WIDTH, height=4 * _HEIGHT, role="img")
-    return small, tag("div", large, tag("div", title, class_="more"), class_="detail")
+        return Markup("")
+    drawing = outline(*values.histogram(), _WIDTH, _HEIGHT - 1)
+    return Picture(f"{number_text(values.min)} to {number_text(values.max)}", _WIDTH, _HEIGHT, drawing).svg()
