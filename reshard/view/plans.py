@@ -213,7 +213,7 @@ def plan_html(plan: Plan) -> str:
         details("What goes where", plan_picture(plan).html(), opened=True),
         _transfers(plan),
         Table("Target files", ("rank", "file", "bytes", ""), files, "file", wrap="file"),
-        *([Names("Left out", left_out, "not chosen")] if left_out else []),
+        Names("Left out", left_out, "not chosen"),
         *_dropped_and_missing(plan),
         *warnings_of(plan),
     ]

@@ -72,7 +72,7 @@ class Table(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names of tensors, folded; `meaning` says their title in other words."""
+    """Names of tensors, folded, if there are any; `meaning` says their title in other words."""
 
     title: str
     names: Sequence[str]
@@ -191,7 +191,7 @@ def markup(section: Section) -> Markup:
 
 def _names(of: Names) -> Markup:
     if not of.names:
-        return details(of.title, note(f"no tensor is {of.meaning}"), more="none")
+        return Markup("")
     folded = [tag("code", name) for name, _, _ in group_names((name, None) for name in of.names)]
     return _bullets(of.title, folded, "name", ", ".join(filter(None, [f"{len(of.names):,}", of.meaning])))
 

@@ -102,14 +102,11 @@ def verification_html(verification: Verification) -> str:
         )
 
     header, rows = ("tensor or file", "difference", "first at", "where", "file"), [*map(row, verification.differences)]
-    absent = [
-        Names("Dropped", verification.dropped, "in the source, not in the target"),
-        Names("Left out", verification.left_out, "in the target, and not asked for"),
-    ]
     sections: list[Section] = [
         _facts(verification),
         *([Table("Differences", header, rows, "difference", wrap="difference", opened=True)] if rows else []),
-        *(each for each in absent if each.names),
+        Names("Dropped", verification.dropped, "in the source, not in the target"),
+        Names("Left out", verification.left_out, "in the target, and not asked for"),
         *([Note(verification.note)] if verification.note else []),
         *_unchecked(verification),
         *warnings_of(verification),

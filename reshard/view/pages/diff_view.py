@@ -45,9 +45,9 @@ def _differing(diff: CheckpointDiff) -> list[Section]:
     by_dtypes: dict[tuple[str, str], list[str]] = {}
     for name, dtypes in diff.dtypes.items():
         by_dtypes.setdefault(dtypes, []).append(name)
-    only = [Names(f"only in A, {near(diff.a)}", diff.only_a), Names(f"only in B, {near(diff.b)}", diff.only_b)]
     return [
-        *(each for each in only if each.names),
+        Names(f"only in A, {near(diff.a)}", diff.only_a),
+        Names(f"only in B, {near(diff.b)}", diff.only_b),
         Reasons("not alike", diff.unlike),
         Reasons("not compared", diff.not_compared),
         *(Names(f"{first} in A, {second} in B", members) for (first, second), members in by_dtypes.items()),

@@ -65,8 +65,7 @@ def strategy_diff_html(diff: Diff) -> str:
         if changes:
             sections.append(_table(title, [a, b], _grouped(changes), thumbnails))
     for title, only in (("Only in A", diff.only_a), ("Only in B", diff.only_b)):
-        if only:
-            sections.append(Names(title, [name for name, _ in only]))
+        sections.append(Names(title, [name for name, _ in only]))
     verdict = "every rank holds the same blocks" if diff.same else "they differ"
     return page(("Two strategies", "", verdict), [*sections, thumbnails.symbols()], repr(diff))
 
