@@ -74,8 +74,6 @@ def join(children: Iterable[Markup]) -> Markup:
 
 # Paul Tol's "light" scheme (personal.sron.nl/~pault), made for filled cells with dark labels.
 _FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#dddddd")
-# Stops of the upper part of viridis: even steps to the eye, in any kind of colour vision.
-_MANY = ((59, 82, 139), (44, 113, 142), (33, 145, 140), (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37))
 GREY = ("#a3a3a3", "#1a1a1a")
 """The fill of what is of no rank, such as a computed tensor, and the colour of a label on it."""
 
@@ -134,20 +132,6 @@ class Picture:
 
     def __repr__(self) -> str:
         return f"<Picture {self.width:.0f} x {self.height:.0f}: {printable(self.title)}>"
-
-
-def colour(number: int, count: int) -> str:
-    """Return the fill of one of `count` items, counted from 0.
-
-    >>> colour(0, 4), colour(0, 64), colour(63, 64)
-    ('#77aadd', '#3b528b', '#fde725')
-    """
-    if count <= len(_FEW):
-        return _FEW[number]
-    position = number / max(count - 1, 1) * (len(_MANY) - 1)
-    low = min(int(position), len(_MANY) - 2)
-    rgb = (round(a + (b - a) * (position - low)) for a, b in zip(_MANY[low], _MANY[low + 1], strict=True))
-    return "#{:02x}{:02x}{:02x}".format(*rgb)
 
 
 @lru_cache(maxsize=1024)
