@@ -34,7 +34,7 @@ _HOMES = {
     "ReshardError": "errors",
     "ReshardWarning": "messages",
     "Rules": "rules.rules",
-    "runs": "view.computed.runs_view",
+    "runs": "view.pages.runs_view",
     "Selection": "core.plan.inputs",
     "SourceError": "errors",
     "Strategy": "strategy.strategy",
@@ -112,7 +112,7 @@ if TYPE_CHECKING:
     from reshard.rules.rules import Rules
     from reshard.strategy.files import read_strategy, write_strategy
     from reshard.strategy.strategy import Strategy
-    from reshard.view.computed.runs_view import runs
+    from reshard.view.pages.runs_view import runs
 
 
 def __dir__() -> list[str]:

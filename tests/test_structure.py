@@ -230,8 +230,8 @@ def test_few_conveniences_look_upward() -> None:
         assert home in MODULES
     users = {name for name, path in MODULES.items() if "reshard.upward.upward" in imports(path)}
     assert users == {
-        "compute.differences", "compute.stats", "core.layout.layout", "strategy.strategy", "rules.show",
-        "core.run.graph", "core.run.settings", "strategy.diff", "core.verify.verification", "view.tables",
+        "compute.differences", "compute.stats", "core.layout.layout", "strategy.strategy",
+        "core.run.graph", "core.run.settings", "strategy.diff", "core.verify.verification", "view.svg", "view.tables",
     }  # fmt: skip
     text = "".join(MODULES[name].read_text() for name in users)
     for name in HOMES:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import AnyName
     from reshard.strategy.strategy import Strategy
-    from reshard.view.ranks import StoredArrays
+    from reshard.view.ranks import RankArrays
     from reshard.view.tables import Groups
 
 
@@ -155,7 +155,7 @@ class Checkpoint(OpenedArrays):
         return Checkpoint(narrowed(record, dtype=None if dtype is None else name_of(dtype), kind=kind))
 
     @checked
-    def rank(self, rank: int) -> StoredArrays:
+    def rank(self, rank: int) -> RankArrays:
         """Return the blocks in a rank's files as lazy dask arrays by name, shown as a table.
 
         Parts that are not one block, as ZeRO cuts them, are one flat array; assigned arrays are those of every rank.

@@ -234,7 +234,7 @@ class Plan:
         Raises:
             reshard.UsageError: the plan does not write this rank.
         """
-        from reshard.view.ranks import RankArrays  # it brings dask
+        from reshard.view.ranks import planned_arrays  # it brings dask
 
         record = self._record
         if rank not in record.ranks:
@@ -242,13 +242,13 @@ class Plan:
                 f"this plan does not write rank {rank}", code="no-such-rank",
                 facts=[f"it writes ranks {ranges_text(record.ranks)}"],
             )  # fmt: skip
-        return RankArrays(record.source, rank, record.blocks(rank), record.texts)
+        return planned_arrays(record, rank)
 
     @checked
     def picture(self, name: str | None = None) -> Picture:
         """Draw the transfers from source files to target files, or those of one tensor.
 
-        The picture of one tensor has its blocks and row bands.
+        The picture of one tensor has the blocks that are read, each from one rank, and those that are written.
 
         Args:
             name: the tensor, by its name in the target or the source; all by default.

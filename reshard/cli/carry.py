@@ -126,11 +126,11 @@ def _print_done(
     is_known = plan.shape != "file" and _is_known(plan, location)
     verify = _verify(plan, location, is_known=is_known)
     if running.as_json:
-        from reshard.view.words import plan_data
+        from reshard.view.plans import plan_data
 
         print_json(plan_data(plan, str(directory), done, verify, check))
         return
-    from reshard.view.text import report_text
+    from reshard.view.plans import report_text
 
     look = None
     if is_known or plan.shape == "file":
@@ -186,11 +186,11 @@ def key_typed(option: str, name: str) -> tuple[object, ...]:
 def print_plan(plan: Plan, directory: str, *, as_json: bool, verbose: bool, then: str | None = None) -> None:
     """Print a plan."""
     if as_json:
-        from reshard.view.words import plan_data
+        from reshard.view.plans import plan_data
 
         print_json(plan_data(plan, directory))
     else:
-        from reshard.view.text import plan_text
+        from reshard.view.plans import plan_text
 
         print_text(plan_text(plan, directory, verbose=verbose, then=then))
 

@@ -196,8 +196,8 @@ def inspect(
     from reshard.formats.open import has_several_ranks, ledger_layout, read_headers
     from reshard.formats.ranks.directories import rank_of
     from reshard.formats.ranks.reader import changed_text
-    from reshard.view.computed.runs_view import Runs, runs_data, runs_text
-    from reshard.view.cuts.characters import picture_text
+    from reshard.view.pages.runs_view import Runs, runs_data, runs_text
+    from reshard.view.pictures.characters import picture_text
     from reshard.view.tables import (
         checkpoint_data,
         checkpoint_text,

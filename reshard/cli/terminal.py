@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from reshard.errors import Option
-    from reshard.view.cuts.characters import Canvas
+    from reshard.view.pictures.characters import Canvas
 
 
 def _flag(option: Option) -> str:
@@ -334,7 +334,7 @@ def print_text(text: str) -> None:
 
 def print_picture(draw: Callable[[Canvas], str]) -> None:
     """Write a picture to stdout, in colours and characters that it can show."""
-    from reshard.view.cuts.characters import Canvas
+    from reshard.view.pictures.characters import Canvas
 
     ctx = click.get_current_context()
     in_colour = sys.stdout.isatty() and not _colourless() if ctx.color is None else ctx.color

@@ -55,7 +55,7 @@ from reshard.mindspore.arguments import (
 from reshard.mindspore.launch import get_rank
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor
-from reshard.view.ranks import RankArrays
+from reshard.view.ranks import planned_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -441,9 +441,8 @@ def _opened_ranks(filenames: object, train_strategy: StrategyLike | None, cipher
 def _parameters(planned: Plan, rank: int, threads: int) -> dict[str, Any]:
     """Read a rank's Parameters and text entries into memory."""
     parameters: dict[str, Any] = dict(planned.texts)
-    blocks = planned.blocks(rank)
-    arrays = RankArrays(planned.source, rank, blocks, planned.texts)
-    for name, block in blocks.items():
+    arrays = planned_arrays(planned, rank)
+    for name, block in planned.blocks(rank).items():
         array = np.asarray(arrays[name].compute(num_workers=threads), order="C")
         parameters[name] = Parameter.over(Tensor.of_kind(array, block.dtype), name)
     return parameters

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.core.layout.block import shape_text
 from reshard.errors import UsageError, names, printable
 from reshard.strategy.names import no_match
-from reshard.upward import upward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +42,7 @@ class RowBand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The composition of a fused tensor: a table of its rows, drawn in a notebook.
+    """The composition of a fused tensor: a table of its rows.
 
     Attributes:
         name: the name of the fused tensor.
@@ -86,9 +85,6 @@ class Fusion:
         if len(self.bands) > _MOST_BANDS:
             lines.append(f"  and so on: {len(self.bands)} runs of rows in all")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return str(upward("html")(self))
 
 
 def fusion_of(derived: Derived, name: str) -> Fusion:

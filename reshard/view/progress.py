@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 READING = "reading headers and planning"
 """The name of the phase before a run."""
 
+EVERY = 30.0
+"""Seconds between two lines of a log."""
+
 _WORDS = ("writing", "syncing")  # names of the phases of a run
 _DONE = "written"
 _PAUSE = 0.1  # seconds between two drawings of a bar
@@ -60,11 +63,12 @@ class _Bar:
         self.handle: Any = None
         self.state: Progress | None = None
         self.done = False
-        self._due = _Due()
+        self._drawn_at = 0.0
 
     def __call__(self, state: Progress) -> None:
-        self.state = state
-        if self._due(state):
+        self.state, now = state, time.monotonic()
+        if now - self._drawn_at >= _PAUSE or state.written >= state.total:
+            self._drawn_at = now
             self.handle.update(self)
 
     def __repr__(self) -> str:
@@ -90,77 +94,79 @@ class _Bar:
 def progress(*, quiet: bool, words: tuple[str, str] = _WORDS) -> Iterator[Callable[[Progress], None] | None]:
     """Provide a callback that shows progress on stderr; None if `quiet`, or for an agent.
 
-    A terminal gets a bar, by `rich` if it is installed. It is as wide as the terminal at most, is drawn ten times a
-    second at most, and is removed at the end: what was done is in the report. A log gets a line every 30 seconds.
-
-    `words` name the phases: writing bytes, and syncing files.
+    A terminal gets a bar, which is removed at the end: what was done is in the report. A log gets a line every 30
+    seconds. `words` name the phases: writing bytes, and syncing files.
     """
     if quiet or is_agent():
         yield None
-    elif not sys.stderr.isatty():
-        yield Lines(words)
-    else:
-        try:
-            import rich.progress  # noqa: F401 -- an extra
-        except ImportError:
-            bar = _plain_bar(words)
-        else:
-            bar = _rich_bar(words)
-        with bar as callback:
-            yield callback
-
-
-@contextmanager
-def _rich_bar(words: tuple[str, str]) -> Iterator[Callable[[Progress], None]]:
-    from rich import progress as bars
-    from rich.console import Console
-    from rich.table import Column
-
-    one_line = {"no_wrap": True, "overflow": "ellipsis"}
-    columns = (
-        bars.TextColumn("{task.description}", table_column=Column(**one_line)),
-        bars.BarColumn(table_column=Column(ratio=1)),
-        bars.TaskProgressColumn(table_column=Column(**one_line)),
-        bars.TextColumn("{task.fields[pace]}", table_column=Column(**one_line)),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(words[0], total=None, pace="")
-
-        def show(state: Progress) -> None:
-            phase = _phase(state, words)
-            bar.update(task, total=state.total, completed=state.written, description=phase, pace=pace(state))
-
-        yield show
-
-
-@contextmanager
-def _plain_bar(words: tuple[str, str]) -> Iterator[Callable[[Progress], None]]:
-    """Draw a bar in characters from a thread, which also draws the last state while files are synced."""
-    done = threading.Event()
+        return
     last: Progress | None = None
-
-    def draw_often() -> None:
-        drawn, width, ends = None, 0, False
-        while not ends:
-            ends = done.wait(_PAUSE)  # the last state is drawn, too, as rich does
-            if last is not None and last is not drawn:
-                drawn = last
-                line = _line(_phase(drawn, words), drawn, (columns_of(sys.stderr) or 80) - 1)
-                _to_stderr(f"\r{line.ljust(width)}", end="")
-                width = len(line)
-        _clear(width)
 
     def show(state: Progress) -> None:
         nonlocal last
         last = state
 
-    drawer = threading.Thread(target=draw_often, name="reshard-bar", daemon=True)
-    drawer.start()
-    try:
+    def line(width: int | None) -> str:
+        if last is None:
+            return ""
+        phase = _phase(last, words)
+        return f"{phase}: {_percent(last)}%, {pace(last)}" if width is None else _line(phase, last, width)
+
+    with _said(line, after=_PAUSE):
         yield show
+
+
+@contextmanager
+def phase(name: str, *, quiet: bool, after: float = 1.0) -> Iterator[None]:
+    """Show the name of a phase that counts no bytes, on a terminal or every 30 seconds in a log.
+
+    Args:
+        name: the name, such as `reading headers`.
+        quiet: write nothing.
+        after: seconds before the name is shown on a terminal. It is removed when the phase ends.
+    """
+    if quiet or is_agent():
+        yield
+        return
+    began = time.monotonic()
+
+    def line(width: int | None) -> str:
+        return f"{name}: {time.monotonic() - began:.0f} s" if width is None else f"{name}..."[:width]
+
+    with _said(line, after=after):
+        yield
+
+
+@contextmanager
+def _said(line: Callable[[int | None], str], *, after: float) -> Iterator[None]:
+    """Write a line to stderr from a thread, again and again: in place on a terminal, every 30 seconds to a log.
+
+    Args:
+        line: returns the line for a number of columns, or for a log; "" if there is nothing to say yet.
+        after: seconds before the first line on a terminal.
+    """
+    done, terminal = threading.Event(), sys.stderr.isatty()
+
+    def speak() -> None:
+        shown, wait = "", after if terminal else EVERY
+        while not done.wait(wait):
+            if not terminal:
+                if text := line(None):
+                    _to_stderr(f"{text}\n")
+            elif (text := line((columns_of(sys.stderr) or 80) - 1)) != shown:
+                _to_stderr(f"\r{text.ljust(len(shown))}")
+                shown = text
+            wait = _PAUSE if terminal else EVERY
+        if shown:
+            _to_stderr(f"\r{' ' * len(shown)}\r")
+
+    speaker = threading.Thread(target=speak, name="reshard-progress", daemon=True)
+    speaker.start()
+    try:
+        yield
     finally:
         done.set()
-        drawer.join()
+        speaker.join()
 
 
 def _line(phase: str, state: Progress, width: int) -> str:
@@ -178,53 +184,6 @@ def _line(phase: str, state: Progress, width: int) -> str:
     cells = min(_CELLS, width - len(phase) - len(end) - 3)
     bar = f" [{('#' * (percent * cells // 100)).ljust(cells, '.')}]" if cells > 0 else ""
     return f"{phase}{bar}{end}"[:width].rstrip(" ,")
-
-
-class _Due:
-    """A timer that limits how often a bar is redrawn; its end is drawn at once, but once."""
-
-    def __init__(self) -> None:
-        self._drawn_at, self._ended = 0.0, False
-
-    def __call__(self, state: Progress) -> bool:
-        now, ends = time.monotonic(), state.written >= state.total
-        if now - self._drawn_at < _PAUSE and (self._ended or not ends):
-            return False
-        self._drawn_at, self._ended = now, ends
-        return True
-
-
-@contextmanager
-def phase(name: str, *, quiet: bool, after: float = 1.0) -> Iterator[None]:
-    """Show the name of a phase that counts no bytes, on a terminal or every 30 seconds in a log.
-
-    Args:
-        name: the name, such as `reading headers`.
-        quiet: write nothing.
-        after: seconds before the name is shown on a terminal. It is removed when the phase ends.
-    """
-    if quiet or is_agent():
-        yield
-        return
-    terminal, began, done = sys.stderr.isatty(), time.monotonic(), threading.Event()
-
-    def announce() -> None:
-        if not terminal:
-            while not done.wait(Lines.EVERY):
-                _to_stderr(f"{name}: {time.monotonic() - began:.0f} s")
-        elif not done.wait(after):
-            line = f"{name}..."[: (columns_of(sys.stderr) or 80) - 1]
-            _to_stderr(line, end="")
-            done.wait()
-            _clear(len(line))
-
-    announcer = threading.Thread(target=announce, name="reshard-phase", daemon=True)
-    announcer.start()
-    try:
-        yield
-    finally:
-        done.set()
-        announcer.join()
 
 
 def pace(state: Progress) -> str:
@@ -250,40 +209,11 @@ def _amount(state: Progress) -> str:
 
 
 def _phase(state: Progress, words: tuple[str, str]) -> str:
-    """Return the name of the phase; files are synced once all bytes are written."""
-    return words[1] if state.written >= state.total else words[0]
+    return words[1] if state.written >= state.total else words[0]  # files are synced once all bytes are written
 
 
 def _percent(state: Progress) -> int:
     return 100 * state.written // state.total if state.total else 100
-
-
-class Lines:
-    """Show progress as a line every 30 seconds, for logs.
-
-    Args:
-        words: as for `progress`.
-        clock: returns seconds.
-        say: writes a line.
-    """
-
-    EVERY = 30.0
-
-    def __init__(
-        self,
-        words: tuple[str, str],
-        clock: Callable[[], float] = time.monotonic,
-        say: Callable[[str], object] | None = None,
-    ) -> None:
-        self._words, self._clock, self._say = words, clock, say or _to_stderr
-        self._next = clock() + self.EVERY
-
-    def __call__(self, state: Progress) -> None:
-        """Write a line if 30 seconds have passed."""
-        now = self._clock()
-        if now >= self._next:
-            self._next = now + self.EVERY
-            self._say(f"{_phase(state, self._words)}: {_percent(state)}%, {pace(state)}")
 
 
 def columns_of(stream: TextIO) -> int | None:
@@ -296,11 +226,5 @@ def columns_of(stream: TextIO) -> int | None:
     return shutil.get_terminal_size().columns
 
 
-def _to_stderr(text: str, end: str = "\n") -> None:
-    print(text, end=end, file=sys.stderr, flush=True)
-
-
-def _clear(width: int) -> None:
-    """Erase a line on a terminal."""
-    if width:
-        _to_stderr(f"\r{' ' * width}\r", end="")
+def _to_stderr(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)

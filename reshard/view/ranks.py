@@ -3,193 +3,133 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.layout.block import Block, shape_text
 from reshard.core.model.holdings import with_all_stages
-from reshard.errors import UsageError, bytes_text, names, printable
+from reshard.errors import UsageError, bytes_text, names
 from reshard.expressions.assigned import assigned
 from reshard.spelling import missing_name
 from reshard.strategy.names import ranks_text
 from reshard.view.arrays import cast_array, flat_array, stored_array, sub_array, text_array
-from reshard.view.svg import heading, page, section
-from reshard.view.text import count_text, table_lines
-from reshard.view.words import ranks_read
+from reshard.view.sections import Table, lines, page
+from reshard.view.text import count_text
+from reshard.view.words import is_computed, ranks_read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from dask.array import Array
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor
     from reshard.core.model.entries import Extent, Replica
-    from reshard.core.plan.plan import RankBlock
-    from reshard.dtypes import DType
-    from reshard.errors import MissingNameError
+    from reshard.core.plan.plan import Plan, RankBlock
 
     Arrays = Mapping[str, Array]
 else:
     Arrays = Mapping
 
-_TITLES = ("name", "dtype", "shape", "size", "block")
+
+class Part(NamedTuple):
+    """What a rank has of a tensor.
+
+    Attributes:
+        dtype: the name of its dtype.
+        shape: the shape of the array.
+        nbytes: its size.
+        block: the part of the whole tensor, in words.
+        make: makes the lazy array.
+    """
+
+    dtype: str
+    shape: Shape
+    nbytes: int
+    block: str
+    make: Callable[[], Array]
 
 
-class _Table(Arrays):
-    """A mapping of names to lazy arrays that shows itself as a table."""
+class RankArrays(Arrays):
+    """The arrays of one rank, of a plan or of its files: a mapping of names to lazy dask arrays, shown as a table."""
 
-    __slots__ = ()
-    _SIDE = ""
-    checkpoint: Checkpoint
-    rank: int
+    __slots__ = ("_parts", "_title")
+
+    def __init__(self, title: str, parts: Mapping[str, Part]) -> None:
+        self._title, self._parts = title, parts
 
     __eq__ = object.__eq__  # Mapping's would compute arrays
     __hash__ = object.__hash__
 
-    def _rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Return the name, dtype, shape, size and block of each array."""
-        raise NotImplementedError
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._parts:
+            raise missing_name(name, self, f"{self._title} has no tensor")
+        return self._parts[name].make()
 
-    def _title(self) -> str:
-        return f"{self._SIDE}rank {self.rank} of {names([self.checkpoint.title])}"
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
 
-    def _missing(self, name: object) -> MissingNameError:
-        return missing_name(name, self, f"{self._title()} has no tensor")
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
 
+    def _table(self) -> Table:
+        rows = [
+            (name, part.dtype, shape_text(part.shape), bytes_text(part.nbytes), part.block)
+            for name, part in self._parts.items()
+        ]
+        return Table("Tensors", ("name", "dtype", "shape", "size", "block"), rows, "tensor", opened=True)
+
     def __repr__(self) -> str:
-        return f"<{self._title()}: {count_text(len(self), 'tensor')}>"
+        return f"<{self._title}: {count_text(len(self), 'tensor')}>"
 
     def __str__(self) -> str:
-        rows = [(printable(name), *cells) for name, *cells in self._rows()]
-        return "\n".join([*table_lines(_TITLES, rows), "", repr(self).strip("<>")])
+        return "\n".join([*lines(self._table()), "", repr(self).strip("<>")])
 
     def _repr_html_(self) -> str:
-        table = section("Tensors", _TITLES, self._rows(), tuple, "tensor", opened=True)
-        return str(page(heading("Blocks", f"of {self._title()}"), table, text=str(self)))
+        return page(("Blocks", f"of {self._title}"), [self._table()], str(self))
 
 
-def _row(name: str, dtype: DType, shape: Shape, block: str) -> tuple[str, str, str, str, str]:
-    return name, dtype.name, shape_text(shape), bytes_text(prod(shape) * dtype.itemsize), block
-
-
-def _text_row(name: str, text: str) -> tuple[str, str, str, str, str]:
-    return name, "str", "[]", bytes_text(len(text.encode())), "whole"
+def _text_part(name: str, text: str) -> Part:
+    return Part("str", (), len(text.encode()), "whole", partial(text_array, name, text))
 
 
 def _block_text(block: Block, whole: Shape) -> str:
     return "whole" if block == Block.whole(whole) else str(block)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class RankArrays(_Table):
-    """The future contents of one target rank: a mapping of target names to lazy dask arrays.
-
-    Attributes:
-        checkpoint: the source.
-        rank: the target rank.
-        blocks: for each target name, the source tensor and its block.
-        texts: the `str` entries.
-    """
-
-    _SIDE = "target "
-
-    checkpoint: Checkpoint
-    rank: int
-    blocks: Mapping[str, RankBlock]
-    texts: Mapping[str, str] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> Array:
-        if name in self.texts:
-            return text_array(name, self.texts[name])
-        if name not in self.blocks:
-            raise self._missing(name)
-        block = self.blocks[name]
-        array = sub_array(self.checkpoint, block.source_name, block.block, replica=block.source_file)
-        same = block.dtype == self.checkpoint.tensors[block.source_name].spec.dtype
-        return array if same else cast_array(array, block.dtype.numpy())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self.blocks, *self.texts])
-
-    def __len__(self) -> int:
-        return len(self.blocks) + len(self.texts)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.blocks or name in self.texts
-
-    def _rows(self) -> list[tuple[str, str, str, str, str]]:
-        tensors = self.checkpoint.tensors
-        rows = [
-            _row(name, item.dtype, item.block.shape, _block_text(item.block, tensors[item.source_name].spec.shape))
-            for name, item in self.blocks.items()
-        ]
-        return rows + [_text_row(name, text) for name, text in self.texts.items()]
+# --- of a plan --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class StoredArrays(_Table):
-    """The contents of one rank's files: a mapping of names to lazy dask arrays.
-
-    Attributes:
-        checkpoint: the checkpoint.
-        rank: the rank.
-        blocks: for each name, the blocks in the rank's files, and the location of each.
-    """
-
-    checkpoint: Checkpoint
-    rank: int
-    blocks: Mapping[str, tuple[tuple[Block, Extent], ...]]
-
-    def __getitem__(self, name: str) -> Array:
-        if name not in self.blocks:
-            raise self._missing(name)
-        located = self.blocks[name]
-        tensor = self.checkpoint.tensors[name]
-        if tensor.text is not None:
-            return text_array(name, tensor.text)
-        is_whole = len(located) == len(tensor.sharding.blocks)
-        if is_whole and (array := assigned(self.checkpoint, tensor)) is not None:
-            return array
-        box = _box([block for block, _ in located])
-        if box is not None:
-            spec = tensor.spec._replace(shape=box.shape)
-            array = stored_array(self.checkpoint, spec, [(_moved(block, box), extent) for block, extent in located])
-            return array if tensor.space is None else array.reshape(_shape(tensor, box))
-        return flat_array(
-            [
-                stored_array(self.checkpoint, tensor.spec._replace(shape=block.shape), [(_moved(block, block), extent)])
-                for block, extent in located
-            ]
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.blocks)
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.blocks
-
-    def _rows(self) -> list[tuple[str, str, str, str, str]]:
-        return [self._row(self.checkpoint.tensors[name], located) for name, located in self.blocks.items()]
-
-    def _row(self, tensor: Tensor, located: Sequence[tuple[Block, Extent]]) -> tuple[str, str, str, str, str]:
-        name, dtype, whole = tensor.spec
-        if tensor.text is not None:
-            return _text_row(name, tensor.text)
-        blocks = [block for block, _ in located]
-        if (box := _box(blocks)) is None:
-            return _row(name, dtype, (sum(block.size for block in blocks),), names(blocks, most=3))
-        return _row(name, dtype, _shape(tensor, box), _block_text(box, tensor.space or whole))
+def planned_arrays(plan: Plan, rank: int) -> RankArrays:
+    """Return the future contents of a target rank."""
+    source = plan.source
+    parts = {name: planned_part(source, block) for name, block in plan.blocks(rank).items()}
+    parts |= {name: _text_part(name, text) for name, text in plan.texts.items()}
+    return RankArrays(f"target rank {rank} of {names([source.title])}", parts)
 
 
-def stored_arrays(checkpoint: Checkpoint, rank: int) -> StoredArrays:
+def planned_part(source: Checkpoint, of: RankBlock) -> Part:
+    """Return what a target rank will have of a tensor of a source."""
+    spec, block = source.tensors[of.source_name].spec, of.block
+
+    def make() -> Array:
+        array = sub_array(source, of.source_name, block, replica=of.source_file)
+        return array if of.dtype == spec.dtype else cast_array(array, of.dtype.numpy())
+
+    return Part(of.dtype.name, block.shape, block.size * of.dtype.itemsize, _block_text(block, spec.shape), make)
+
+
+# --- of files ---------------------------------------------------------------------------------------------------
+
+
+def stored_arrays(checkpoint: Checkpoint, rank: int) -> RankArrays:
     """Return the contents of a rank's files.
 
     Raises:
@@ -205,7 +145,7 @@ def stored_arrays(checkpoint: Checkpoint, rank: int) -> StoredArrays:
     blocks = {}
     for name, read in checkpoint.tensors.items():
         tensor = with_all_stages(checkpoint, read)
-        if _is_computed(checkpoint, tensor):
+        if is_computed(checkpoint, tensor):
             if of_computed := _computed_blocks(checkpoint, tensor, rank):
                 blocks[name] = of_computed
             continue
@@ -215,13 +155,40 @@ def stored_arrays(checkpoint: Checkpoint, rank: int) -> StoredArrays:
             shared[tensor.sharding] = [(block, at) for block, at in first if at is not None]
         if shared[tensor.sharding]:
             blocks[name] = tuple((block, at.extent(tensor.runs)) for block, at in shared[tensor.sharding])
-    return StoredArrays(checkpoint, rank, blocks)
+    title = f"rank {rank} of {names([checkpoint.title])}"
+    return RankArrays(title, {name: stored_part(checkpoint, checkpoint.tensors[name], blocks[name]) for name in blocks})
 
 
-def _is_computed(checkpoint: Checkpoint, tensor: Tensor) -> bool:
-    """Return whether a tensor is in no file, as it is computed from others or from an array."""
-    read = (replicas[0].file for replicas in tensor.sharding.replicas if replicas)
-    return any(checkpoint.files[number].inputs is not None for number in read)
+def stored_part(checkpoint: Checkpoint, tensor: Tensor, located: Sequence[tuple[Block, Extent]]) -> Part:
+    """Return what a rank has of a tensor: blocks, each at a place in its files.
+
+    Blocks that are no block together, as in ZeRO's partitions, are one flat array.
+    """
+    name, dtype, whole = tensor.spec
+    if tensor.text is not None:
+        return _text_part(name, tensor.text)
+    blocks = [block for block, _ in located]
+    box = _box(blocks)
+    shape: Shape
+    if box is None:
+        shape, text = (sum(block.size for block in blocks),), names(blocks, most=3)
+    else:
+        shape, text = _shape(tensor, box), _block_text(box, tensor.space or whole)
+
+    def make() -> Array:
+        is_whole = len(located) == len(tensor.sharding.blocks)
+        if is_whole and (array := assigned(checkpoint, tensor)) is not None:
+            return array
+        if box is None:
+            return flat_array([stored(block, [(block, extent)]) for block, extent in located])
+        array = stored(box, located)
+        return array if tensor.space is None else array.reshape(shape)
+
+    def stored(box: Block, inside: Sequence[tuple[Block, Extent]]) -> Array:
+        spec = tensor.spec._replace(shape=box.shape)
+        return stored_array(checkpoint, spec, [(_moved(block, box), extent) for block, extent in inside])
+
+    return Part(dtype.name, shape, prod(shape) * dtype.itemsize, text, make)
 
 
 def _is_of_one_rank(checkpoint: Checkpoint, file: int) -> bool:
@@ -242,7 +209,7 @@ def _computed_blocks(checkpoint: Checkpoint, tensor: Tensor, rank: int) -> tuple
 def _ranks_before(checkpoint: Checkpoint, tensor: Tensor) -> list[set[int]] | None:
     """Return the ranks with each block of a tensor before it was computed; None if it did not have these blocks."""
     computation = checkpoint.opening.computation
-    if computation is None or not _is_computed(checkpoint, tensor):
+    if computation is None or not is_computed(checkpoint, tensor):
         return [
             {checkpoint.ranks[at.file] for at in replicas if _is_of_one_rank(checkpoint, at.file)}
             for replicas in tensor.sharding.replicas

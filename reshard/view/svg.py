@@ -1,9 +1,7 @@
 """The kit for pages and pictures: HTML and SVG elements, colours, labels.
 
 `tag` makes every element and escapes all text except the result of another `tag`: names come from untrusted files. The
-result is both HTML and XML and loads no resources. Its styles apply only inside `class="reshard"` and inherit the
-colours of the page, for light and dark themes. Where styles are stripped, as on some sites, a text is shown instead.
-The only script is that of the search boxes (`notebook.search`); without it all tables can be read.
+result is both HTML and XML and loads no resources.
 
 Lines and labels have the colour of the surrounding text (`currentColor`). Fills can be told apart with colour-vision
 deficiencies, and each has a label colour of high contrast. A rank has the same colour in every picture (`rank_colour`).
@@ -14,30 +12,21 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from reshard.core.storage.places import as_place
 from reshard.errors import printable
-from reshard.strategy.names import group_names
-from reshard.view.notebook.search import FEWEST, packed, script
-from reshard.view.text import NUMBERS, count_text, shortened
+from reshard.upward import upward
+from reshard.view.text import shortened
 from reshard.view.words import ranks_words
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
-
-T = TypeVar("T")
-
-MOST_ITEMS = 24
-"""The most items in a list, and rows in a section."""
+    from collections.abc import Iterable, Sequence
 
 _LONGEST = 300
 """The most characters of a text in an element: a name may have any length."""
-
-_MOST_LINES = 60  # of the text in place of a page
 
 _EMPTY = frozenset({"rect", "path", "line"})
 
@@ -65,12 +54,13 @@ def tag(name: str, *children: str, **attributes: str | float) -> Markup:
     written = ""
     for key, value in attributes.items():
         text = f"{value:.6g}" if isinstance(value, float) else value
-        written += f' {key.removesuffix("_").replace("_", "-")}="{_escaped(text)}"'
-    inside = "".join(map(_escaped, children))
+        written += f' {key.removesuffix("_").replace("_", "-")}="{escaped(text)}"'
+    inside = "".join(map(escaped, children))
     return Markup(f"<{name}{written}>{inside}</{name}>" if inside or name not in _EMPTY else f"<{name}{written}/>")
 
 
-def _escaped(value: object) -> str:
+def escaped(value: object) -> str:
+    """Return text as markup, shortened if it is very long; what is markup as it is."""
     return value if isinstance(value, Markup) else html.escape(printable(shortened(str(value), _LONGEST)))
 
 
@@ -79,142 +69,11 @@ def join(children: Iterable[Markup]) -> Markup:
     return Markup("".join(children))
 
 
-@lru_cache(maxsize=1)
-def _style() -> Markup:
-    css = files("reshard.view").joinpath("style.css").read_text(encoding="utf-8")
-    return Markup(f"<style>{css}</style>")
-
-
-def page(*children: Markup, text: str) -> str:
-    """Return a page: the HTML of one object in a notebook; `text` is shown in its place where styles are stripped."""
-    lines = text.splitlines()
-    shown = [_escaped(line) for line in lines[:_MOST_LINES]]
-    shown += [f"and {count_text(len(lines) - _MOST_LINES, 'more line')}"] if len(lines) > _MOST_LINES else []
-    has_search = any(' class="find"' in child for child in children)
-    return tag(
-        "div",
-        _style(),
-        tag("pre", Markup("\n".join(shown)), class_="reshard-text"),
-        tag("div", *children, class_="reshard", hidden="hidden"),
-        *([tag("script", Markup(script()))] if has_search else []),
-        class_="reshard-output",
-    )
-
-
-def heading(kind: str, title: str, *also: str) -> Markup:
-    """Return the first line of a page: the kind of the object, its name, and facts."""
-    facts = [tag("span", fact, class_="fact") for fact in also]
-    return tag("div", tag("span", kind, class_="kind"), tag("span", title, class_="title"), *facts, class_="head")
-
-
-def tiles(*items: tuple[str, str, str]) -> Markup:
-    """Return numbers side by side, each with a title and a remark, which may be empty."""
-    boxes = [
-        tag("div", tag("div", title, class_="what"), tag("b", number), tag("div", remark, class_="more"), class_="tile")
-        for title, number, remark in items
-    ]
-    return tag("div", *boxes, class_="tiles")
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: str = "") -> Markup:
-    """Return a table; the column with the title `wrap` has long texts."""
-    kinds = ["n" if title in NUMBERS else "wrap" if title == wrap else "t" for title in header]
-    head = tag("tr", *(tag("th", title, class_=kind) for title, kind in zip(header, kinds, strict=True)))
-    body = [tag("tr", *(tag("td", cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))) for row in rows]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="scroll")
-
-
-def searched(
-    still: Sequence[Markup],
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    wrap: str = "",
-    code: Sequence[str] = (),
-) -> Markup:
-    """Return elements with a search box over all rows, of which they show some; with few rows, as they are.
-
-    Args:
-        still: the elements, such as a table of folded layers.
-        header: the titles of the rows.
-        rows: the cells, as for `search.packed`.
-        wrap: as for `table`.
-        code: as for `search.packed`.
-    """
-    rows = [*rows]
-    if len(rows) <= FEWEST:
-        return join(still)
-    data = tag("script", Markup(packed(header, rows, wrap=wrap, code=code)), type="application/json")
-    return tag("div", tag("div", *still, class_="still"), data, class_="find")
-
-
-def in_place(shown: Markup, count: int) -> Markup:
-    """Return a table of all its `count` rows with a search box, unless there are few."""
-    return tag("div", tag("div", shown, class_="still"), class_="find") if count > FEWEST else shown
-
-
-def details(title: str, *children: Markup, more: str = "", opened: bool = False) -> Markup:
-    """Return a collapsible section, with a remark next to its title."""
-    attributes = {"open": "open"} if opened else {}
-    summary = tag("summary", tag("span", title), " ", tag("span", more, class_="more"))
-    return tag("details", summary, *children, **attributes)
-
-
-def section(
-    title: str,
-    header: Sequence[str],
-    items: Sequence[T],
-    row: Callable[[T], Sequence[str]],
-    noun: str,
-    *,
-    wrap: str = "",
-    opened: bool = False,
-) -> Markup:
-    """Return a collapsible table of the first items, with the cells that `row` makes of each."""
-    rows = [*map(row, items)]
-    shown = table(header, rows[:MOST_ITEMS], wrap=wrap)
-    if len(rows) <= MOST_ITEMS:
-        body = in_place(shown, len(rows))
-    else:
-        body = searched([shown, *and_more(len(rows), MOST_ITEMS, noun)], header, rows, wrap=wrap)
-    return details(title, body, more=f"{len(items):,}", opened=opened)
-
-
-def note(text: str) -> Markup:
-    """Return a remark."""
-    return tag("div", text, class_="note")
-
-
-def and_more(count: int, shown: int, noun: str) -> list[Markup]:
-    """Return a remark on the number of items that are not shown, if any."""
-    return [note(f"and {count_text(count - shown, f'more {noun}')}")] if count > shown else []
-
-
-def listing(title: str, names: Sequence[str], meaning: str) -> Markup:
-    """Return a section of tensor names, folded; `meaning` describes them."""
-    if not names:
-        return details(title, note(f"no tensor is {meaning}"), more="none")
-    folded = [name for name, _, _ in group_names((name, None) for name in names)]
-    return _bullets(title, [tag("code", name) for name in folded], "name", f"{len(names):,}, {meaning}")
-
-
-def warnings_listed(warnings: Sequence[str]) -> list[Markup]:
-    """Return a section of warnings, if any."""
-    return [_bullets("Warnings", warnings, "warning", f"{len(warnings):,}")] if warnings else []
-
-
-def _bullets(title: str, items: Sequence[str], noun: str, more: str) -> Markup:
-    bullets = tag("ul", *(tag("li", item) for item in items[:MOST_ITEMS]))
-    return details(title, bullets, *and_more(len(items), MOST_ITEMS, noun), more=more, opened=True)
-
-
 # --- pictures ---------------------------------------------------------------------------------------------------
 
 
 # Paul Tol's "light" scheme (personal.sron.nl/~pault), made for filled cells with dark labels.
 _FEW = ("#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#dddddd")
-# Stops of the upper part of viridis: even steps to the eye, in any kind of colour vision.
-_MANY = ((59, 82, 139), (44, 113, 142), (33, 145, 140), (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37))
 GREY = ("#a3a3a3", "#1a1a1a")
 """The fill of what is of no rank, such as a computed tensor, and the colour of a label on it."""
 
@@ -269,24 +128,10 @@ class Picture:
         return tag("div", self.svg(), class_="scroll")
 
     def _repr_html_(self) -> str:
-        return page(self.html(), text=repr(self))
+        return str(upward("html")(self))
 
     def __repr__(self) -> str:
         return f"<Picture {self.width:.0f} x {self.height:.0f}: {printable(self.title)}>"
-
-
-def colour(number: int, count: int) -> str:
-    """Return the fill of one of `count` items, counted from 0.
-
-    >>> colour(0, 4), colour(0, 64), colour(63, 64)
-    ('#77aadd', '#3b528b', '#fde725')
-    """
-    if count <= len(_FEW):
-        return _FEW[number]
-    position = number / max(count - 1, 1) * (len(_MANY) - 1)
-    low = min(int(position), len(_MANY) - 2)
-    rgb = (round(a + (b - a) * (position - low)) for a, b in zip(_MANY[low], _MANY[low + 1], strict=True))
-    return "#{:02x}{:02x}{:02x}".format(*rgb)
 
 
 @lru_cache(maxsize=1024)

@@ -19,10 +19,12 @@ from reshard.core.model.entries import Replica
 from reshard.core.model.facts import Opening
 from reshard.core.model.reshape import stacked_axes
 from reshard.core.plan.select import kinds
-from reshard.errors import Text, UsageError, bytes_text, joined, names, printable
+from reshard.errors import UsageError, bytes_text, joined, names, printable
 from reshard.spelling import missing_name
 from reshard.strategy.names import group_members, group_names, natural, ranges_text
 from reshard.upward import upward
+from reshard.view.sections import Reasons, Table
+from reshard.view.sections import lines as section_lines
 from reshard.view.text import count_text, files_lines, looked_text, plain, source_lines, table_lines
 from reshard.view.words import LEGEND, cut_words, extents_text, layout_data, layouts_of, layouts_text, shard_counts
 
@@ -261,13 +263,13 @@ def checkpoint_text(
     lines += ["", *_rows(checkpoint, "shape", sort, width, columns), ""]
     if cut and raw:
         lines += [*LEGEND.splitlines(), ""]
-    lines += [*_totals(checkpoint, width), ""]
+    lines += [*section_lines(totals_table(checkpoint), width), ""]
     if sampled := looked_text(checkpoint.opening.looked):
         lines.append(f"sampled: {sampled}")
     stored = _stored(checkpoint) if cut else 0
     in_files = f" in whole tensors, {bytes_text(stored)} in the files with replicas" if stored else ""
     lines.append(f"{_counted(checkpoint)}{in_files}")
-    return joined("\n", [*lines, *_unreadable(checkpoint, objects)])
+    return joined("\n", [*lines, *_trouble_lines(checkpoint, objects)])
 
 
 def _stored(checkpoint: Checkpoint) -> int:
@@ -289,8 +291,8 @@ def rank_files_text(parts: Sequence[Checkpoint], *, sort: str | None = None, wid
         title = f"ranks {ranges_text(ranks)}: each " if len(ranks) > 1 else f"rank {ranks[0]}: "
         lines += ["", f"{title if len(parts) > 1 or len(ranks) > 1 else ''}{_counted(part)}"]
         if part.tensors:
-            lines += [*_rows(part, "shape in the file", sort, width, {}), "", *_totals(part, width)]
-        lines += _unreadable(part, {})
+            lines += [*_rows(part, "shape in the file", sort, width, {}), "", *section_lines(totals_table(part), width)]
+        lines += _trouble_lines(part, {})
     return joined("\n", lines)
 
 
@@ -332,22 +334,26 @@ def objects_of(checkpoint: Checkpoint) -> tuple[dict[str, int | str], dict[str, 
     return dict(objects.facts()), objects.shown()
 
 
-def _unreadable(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]:
-    reasons = {"not readable": checkpoint.unreadable, "bound": checkpoint.extras.bound, "not a tensor": objects}
-    folded = {title: group_names(by_name.items()) for title, by_name in reasons.items()}
+def _trouble_lines(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[str]:
+    return [line for section in troubles(checkpoint, objects) for line in section_lines(section)]
+
+
+def troubles(checkpoint: Checkpoint, objects: Mapping[str, str]) -> list[Reasons]:
+    """Return what is not readable, with the reason, and the objects that are not tensors, with their text."""
     return [
-        Text(f"{title}: {printable(name)}: ", text if isinstance(text, Text) else printable(text))
-        for title, rows in folded.items()
-        for name, text, _ in rows
+        Reasons("not readable", checkpoint.unreadable),
+        Reasons("bound", checkpoint.extras.bound),
+        Reasons("not a tensor", objects, ("name", "what it is"), "object"),
     ]
 
 
-def _totals(checkpoint: Checkpoint, width: int | None) -> list[str]:
+def totals_table(checkpoint: Checkpoint) -> Table:
+    """Return a table of the sums by kind and dtype."""
     rows = [
-        (printable(kind), dtype, f"{tensors:,}", f"{parameters:,}", bytes_text(nbytes))
+        (kind, dtype, f"{tensors:,}", f"{parameters:,}", bytes_text(nbytes))
         for kind, dtype, tensors, parameters, nbytes in totals(checkpoint)
     ]
-    return table_lines(("kind", "dtype", "tensors", "parameters", "bytes"), rows, width)
+    return Table("", ("kind", "dtype", "tensors", "parameters", "bytes"), rows)
 
 
 def table_rows(parts: Sequence[Checkpoint], *, whole: bool) -> Iterator[tuple[str | int, ...]]:

@@ -10,6 +10,8 @@ from reshard.core.layout.block import shape_text
 from reshard.core.plan.changes import described
 from reshard.dtypes import BY_NAME
 from reshard.errors import PYTHON, bytes_text, printable, spelled
+from reshard.view.sections import Facts, Names, Note, Table, page, warnings_of
+from reshard.view.sections import lines as section_lines
 from reshard.view.text import count_text, fields_data, folded_text, near, of_ranks
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from reshard.core.verify.difference import Difference
     from reshard.core.verify.verification import Verification
     from reshard.errors import Words
+    from reshard.view.sections import Section
 
 _MOST_SHOWN = 6  # differences, of up to two lines each
 _MOST_NAMES = 6
@@ -57,22 +60,58 @@ def verdict_text(
     lines += [f"  {title}: {folded_text(tensors, _MOST_NAMES)}" for title, tensors in absent.items() if tensors]
     lines += _differences_lines(verification, words, every_one)
     if verbose:
-        lines += [f"  {text}" for text in _details(verification)]
+        facts = _facts(verification).facts[1 : None if verification.bytes_read else 3]
+        sections: list[Section] = [Facts(facts), *_unchecked(verification)]
+        lines += [f"  {line}" for section in sections for line in section_lines(section)]
     return "\n".join(lines)
 
 
-def _details(verification: Verification) -> Iterator[str]:
-    """Yield the additional lines of `verbose`."""
-    files = count_text(verification.files, "file")
-    ranks = of_ranks(" of ", verification.ranks) if verification.ranks else ""
-    blocks = "blocks compared" if verification.ranks and verification.against else "blocks of them"
-    yield f"{count_text(verification.tensors, 'tensor')}, {verification.copies:,} {blocks}; {files}{ranks}"
-    if verification.bytes_read:
-        nbytes, seconds = verification.bytes_read, verification.seconds
-        rate = f" ({bytes_text(nbytes / seconds)}/s)" if seconds else ""
-        yield f"read {bytes_text(nbytes)} in {seconds:.2f} s{rate}"
-    if verification.unchecked:
-        yield f"not compared: {'; '.join(verification.unchecked)}"
+def _facts(verification: Verification) -> Facts:
+    """Return the scope of a verification."""
+    count, nbytes, seconds = len(verification.differences), verification.bytes_read, verification.seconds
+    both = verification.against is not None and bool(verification.ranks)
+    blocks = f"{count_text(verification.copies, 'block')} {'compared' if both else 'in files'}"
+    sides = "of both sides" if both else ""
+    if both and verification.sample is not None:
+        sides = f"a sample of {bytes_text(verification.total_bytes)}"
+    rate = f"{bytes_text(nbytes / seconds)}/s" if seconds and nbytes else ""
+    return Facts([
+        ("differences", f"{count:,}" if count else "none", ""),
+        ("tensors", f"{verification.tensors:,}", blocks),
+        ("files", f"{verification.files:,}", of_ranks("", verification.ranks)),
+        ("read", bytes_text(nbytes), sides),
+        ("time", f"{seconds:.2f} s", rate),
+    ])  # fmt: skip
+
+
+def _unchecked(verification: Verification) -> list[Note]:
+    return [Note(f"not compared: {'; '.join(verification.unchecked)}")] if verification.unchecked else []
+
+
+def verification_html(verification: Verification) -> str:
+    """Show the scope and the differences of a verification."""
+    target, against = verification.target, verification.against
+
+    def row(difference: Difference) -> Sequence[str]:
+        return (
+            difference.name or below(difference.path or "", target),
+            spelled(difference.text, PYTHON),
+            "" if difference.index is None else shape_text(difference.index),
+            difference.side if difference.rank is None else f"{difference.side}, rank {difference.rank}",
+            below(difference.path or "", against if difference.side == "source" else target),
+        )
+
+    header, rows = ("tensor or file", "difference", "first at", "where", "file"), [*map(row, verification.differences)]
+    sections: list[Section] = [
+        _facts(verification),
+        *([Table("Differences", header, rows, "difference", wrap="difference", opened=True)] if rows else []),
+        Names("Dropped", verification.dropped, "in the source, not in the target"),
+        Names("Left out", verification.left_out, "in the target, and not asked for"),
+        *([Note(verification.note)] if verification.note else []),
+        *_unchecked(verification),
+        *warnings_of(verification),
+    ]
+    return page(("Verification", target, conclusion(verification)), sections, repr(verification))
 
 
 # --- one sentence -----------------------------------------------------------------------------------------------
@@ -191,24 +230,28 @@ def _differences_lines(verification: Verification, words: Words, every_one: str)
         groups.setdefault(key, []).append(difference)
     alike = list(groups.values())
     for group in alike[:_MOST_SHOWN]:
-        first = group[0]
-        if first.kind == "values" and first.index is not None:
-            yield from _values_lines(sorted(group, key=lambda each: each.side == "source"), verification, words)
-        elif len(group) > 1:
-            folded = folded_text((each.name or "" for each in group), _MOST_NAMES)
-            yield f"  {count_text(len(group), 'tensor')}, {folded}: {first.text}"
-        elif first.name is None:
-            path = below(first.path or "", verification.target)
-            yield f"  {path}: {printable(spelled(first.text, words))}"
-        else:
-            kind = "object" if first.kind == "object" else "tensor"
-            yield f"  {kind} {printable(first.name)}: {printable(spelled(first.text, words))}"
-            if path := printable(near(first.path)) if first.path is not None else "":
-                yield f"    {first.side}, {'' if first.rank is None else f'rank {first.rank}, '}{path}"
+        yield from _alike_lines(group, verification, words)
     if rest := alike[_MOST_SHOWN:]:
         tensors = {each.name for group in rest for each in group}
         more = count_text(len(rest), "difference") if None in tensors else count_text(len(tensors), "tensor")
         yield f"  and {more} more; {every_one} lists all"
+
+
+def _alike_lines(group: Sequence[Difference], verification: Verification, words: Words) -> Iterator[str]:
+    first = group[0]
+    text = printable(spelled(first.text, words))
+    if first.kind == "values" and first.index is not None:
+        yield from _values_lines(sorted(group, key=lambda each: each.side == "source"), verification, words)
+    elif len(group) > 1:
+        folded = folded_text((each.name or "" for each in group), _MOST_NAMES)
+        yield f"  {count_text(len(group), 'tensor')}, {folded}: {first.text}"
+    elif first.name is None:
+        yield f"  {below(first.path or '', verification.target)}: {text}"
+    else:
+        yield f"  {'object' if first.kind == 'object' else 'tensor'} {printable(first.name)}: {text}"
+        if first.path:
+            rank = "" if first.rank is None else f"rank {first.rank}, "
+            yield f"    {first.side}, {rank}{printable(near(first.path))}"
 
 
 def _values_lines(differences: Sequence[Difference], verification: Verification, words: Words) -> Iterator[str]:

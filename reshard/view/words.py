@@ -15,11 +15,9 @@ from reshard.core.layout.block import shape_text
 from reshard.core.model.checkpoint import stored_files
 from reshard.core.model.reshape import stacked_axes
 from reshard.core.plan.bands import is_grid
-from reshard.core.plan.changes import changes_of
-from reshard.core.plan.uploads.sending import requests_of
 from reshard.errors import LayoutError, printable
 from reshard.strategy.names import group_names, ranges_text
-from reshard.view.text import count_text, fields_data, plain
+from reshard.view.text import count_text, fields_data
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from reshard.core.layout.block import Block, Shape
     from reshard.core.layout.layout import Layout
     from reshard.core.model.checkpoint import Checkpoint, Sharding, Tensor
-    from reshard.core.plan.plan import Plan
-    from reshard.core.run.settings import Report
     from reshard.strategy.strategy import Placed, Strategy
 
 _SAVED_BY_TORCH = "torch.save"
@@ -192,8 +188,8 @@ def is_computed(checkpoint: Checkpoint, tensor: Tensor) -> bool:
 
 def _computed_file(checkpoint: Checkpoint, tensor: Tensor) -> int | None:
     """Return the number of the file that stands for a computed tensor, or None."""
-    numbers = (at.file for replicas in tensor.sharding.replicas[:1] for at in replicas[:1])
-    return next((number for number in numbers if checkpoint.files[number].inputs is not None), None)
+    number = next((replicas[0].file for replicas in tensor.sharding.replicas if replicas), None)
+    return None if number is None or checkpoint.files[number].inputs is None else number
 
 
 @lru_cache(maxsize=4)
@@ -244,10 +240,7 @@ def groups_of(strategy: Strategy) -> dict[tuple[int, Layout], list[str]]:
 def strategy_text(strategy: Strategy, title: str, *, raw: bool = False) -> str:
     """Write a strategy: its devices, stages and ranks, and the names of each layout, folded.
 
-    Args:
-        strategy: the strategy.
-        title: the name of its file.
-        raw: write the device matrix and tensor map of each layout, too.
+    `title` is the name of its file; `raw` writes the device matrix and tensor map of each layout, too.
 
     >>> from reshard.core.layout.layout import Layout
     >>> from reshard.strategy.strategy import Strategy
@@ -289,7 +282,7 @@ def strategy_data(strategy: Strategy) -> dict[str, object]:
     }
 
 
-# --- ranks, plans -----------------------------------------------------------------------------------------------
+# --- ranks ------------------------------------------------------------------------------------------------------
 
 
 def ranks_words(ranks: Sequence[int]) -> str:
@@ -303,47 +296,3 @@ def ranks_words(ranks: Sequence[int]) -> str:
     if len(ordered) > 2 and len(steps) == 1 and steps[0] > 1:
         return f"{ordered[0]}-{ordered[-1]}, step {steps[0]}"
     return ranges_text(ordered) if ordered else "no file"
-
-
-def plan_data(
-    plan: Plan, directory: str, report: Report | None = None, verify: str | None = None, check: str | None = None
-) -> dict[str, object]:
-    """Return a plan and the report of its run as plain data; keys of the report are null before the run.
-
-    `verify` and `check` are commands, for the target and for its manifest.
-    """
-    checksums = report and report.checksums
-    requests = requests_of(plan, directory)
-    return {
-        "dry_run": report is None,
-        "source": plan.source.title,
-        "step": plain(plan.source.opening.step),
-        "target": directory,
-        "format": plan.format,
-        "encryption": plan.cipher and plan.cipher.mode,
-        "ranks": plain(plan.ranks),
-        **plain(plan.stats),
-        **({"bytes_read": report.bytes_read, "bytes_copied": report.bytes_copied} if report else {}),
-        "requests": requests and requests._asdict(),
-        "partition": "file" if plan.by_file else "tensor",
-        "read_amplification": plan.stats.read_amplification,
-        "seconds": report and report.seconds,
-        "ran_on": report and report.ran_on,
-        **fields_data(plan, "dropped", "missing", "left_out"),
-        "changes": plain(changes_of(plan)),
-        "warnings": plain(plan.warnings),
-        "sampled": plain(plan.source.opening.looked),
-        "files": [{"rank": file.rank, "path": file.path, "nbytes": plan.size_of(file)} for file in plan.files],
-        "replicas": plan.replicas,
-        "links": sum(file.link is not None for file in plan.files),
-        "measured_memory": report and report.peak_memory,
-        "checksums": None if checksums is None else {
-            path: {name: f"{checksum:08x}" for name, checksum in tensors.items()}
-            for path, tensors in checksums.items()
-        },
-        "resumed": report and report.resumed,
-        "finished": report and report.finished,
-        "removed": report and plain(report.removed),
-        "verify": report and verify,
-        "manifest": report and check,
-    }  # fmt: skip

@@ -51,8 +51,8 @@ def test_checkpoints_and_plans_show_few_names(source: reshard.Checkpoint) -> Non
         "to_dataframe", "to_strategy", "to_zarr", "unreadable", "warnings", "get", "items", "keys", "values",
     }  # fmt: skip
     assert public(reshard.plan(source)) == {
-        "dropped", "format", "graph", "left_out", "missing", "picture", "rank", "ranks", "run",
-        "save", "stats", "to_dataframe", "warnings",
+        "dropped", "files", "filesystem", "format", "graph", "left_out", "missing", "open", "picture", "rank", "ranks",
+        "read", "run", "save", "stats", "to_dataframe", "warnings",
     }  # fmt: skip
     assert isinstance(source[next(iter(source))], Array)
     with refused(MissingNameError, "no-such-tensor", "net.layer1.weigth", "net.layer1.weight"):

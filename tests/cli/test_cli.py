@@ -40,7 +40,7 @@ def test_the_command_it_proposes_works(case: Case, tmp_path: Path) -> None:
 def test_a_dry_run_writes_nothing(case: Case, tmp_path: Path) -> None:
     result = done("convert", case.source, tmp_path / "dst", *case.strategies, "--to", "ckpt", "--dry-run", "-v")
     assert not list(tmp_path.iterdir())
-    assert "read     14.9 kB from 2 files\nwrite    17.3 kB to 4 files\n" in result.stdout
+    assert "read     14.9 kB, 2 files\nwrite    17.3 kB, 4 files, 4 ranks (0-3)\n" in result.stdout
     assert "dropped" not in result.stdout
     assert f"{tmp_path}/dst/rank_3/checkpoint_3.ckpt  4.3 kB" in result.stdout
     assert result.stderr == ""

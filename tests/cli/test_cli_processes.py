@@ -35,7 +35,7 @@ for arguments in {_HELPS!r}:
         main(arguments)
     except SystemExit as stopped:
         assert not stopped.code, arguments
-heavy = {{"numpy", "dask", "zarr", "distributed", "google.protobuf", "ml_dtypes", "rich"}} & set(sys.modules)
+heavy = {{"numpy", "dask", "zarr", "distributed", "google.protobuf", "ml_dtypes"}} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -112,16 +112,14 @@ def slow(call):
 faults = Faults()
 faults.every(slow, *{name!r}.split())
 install(faults, MonkeyPatch())
-if {plain!r}:
-    sys.modules["rich"] = None
 from reshard.cli.main import main
 main(sys.argv[1:])
 """
 
 
-def slowly(name: str, seconds: float, arguments: Sequence[str | Path], *, plain: bool = False) -> list[str]:
+def slowly(name: str, seconds: float, arguments: Sequence[str | Path]) -> list[str]:
     """A `reshard` whose store takes its time for operations (one name or several), and says on stderr when it does."""
-    code = IMPORTED + _SLOW.format(name=name, seconds=seconds, plain=plain)
+    code = IMPORTED + _SLOW.format(name=name, seconds=seconds)
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
@@ -253,14 +251,11 @@ def test_an_ignored_signal_stays_ignored(case: Case, tmp_path: Path) -> None:
     assert len(tree(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["rich", "plain"])
-def test_progress_on_a_terminal(case: Case, tmp_path: Path, plain: bool) -> None:
-    if not plain:
-        pytest.importorskip("rich")
+def test_progress_on_a_terminal(case: Case, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     arguments: list[str | Path] = ["convert", case.source, tmp_path, *case.strategies]
     process = subprocess.Popen(
-        slowly("publish", 0.04, arguments, plain=plain),
+        slowly("publish", 0.08, arguments),
         stdout=subprocess.PIPE,
         stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},

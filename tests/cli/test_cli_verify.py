@@ -95,7 +95,7 @@ def test_structure(folder: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout == "verified: dst is complete and valid in structure; contents were not read\n"
     assert call(*TARGET, "-v").stdout == (
-        result.stdout + "  3 tensors, 18 blocks of them; 6 files of 6 ranks (0-5)\n"
+        result.stdout + "  tensors  3, 18 blocks in files\n  files    6, 6 ranks (0-5)\n"
         "  not compared: contents, but for samples of 4 of 4 replicas (its ledger names a source: run `verify` with "
         "the path alone to compare every bit with it); notes (__metadata__); checksums that files carry (crc_num), and "
         "how text entries are stored\n"

@@ -93,7 +93,7 @@ def test_versions_are_of_what_it_is_built_on() -> None:
     assert f"{sys.version_info.major}.{sys.version_info.minor}." in text
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["distributed"], *extras["crypto"], *extras["rich"]]
+    needed = [*project["dependencies"], *extras["distributed"], *extras["crypto"]]
     names = {re.split(r"[>=<\[ ]", text)[0] for text in needed}
     assert names
     assert {

@@ -30,7 +30,7 @@ def test_a_table(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = done("runs", run).stdout.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["checkpoint-100", "checkpoint-200", "checkpoint-300"]
     assert "newest" in lines[2]
-    assert "incomplete: " in lines[3]
+    assert lines[4].startswith("checkpoint-300: ")
     assert lines[-1].endswith(str(run / "checkpoint-200"))
     for columns in (80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -72,7 +72,7 @@ const steps = input.steps.map(([action, text]) => {
     find.querySelector(".box").value = text;
     find.querySelector(".box").fire("input");
   } else if (action === "sort") {
-    find.querySelectorAll("th").concat(find.querySelectorAll(".row.top > span")).find((cell) => cell.textContent === text).fire("click");
+    find.querySelectorAll("th").find((cell) => cell.textContent === text).fire("click");
   } else {
     find.querySelectorAll("tr").find((row) => row.cells[0].textContent === text).fire("click");
   }

@@ -30,7 +30,7 @@ from reshard.core.plan.plan import RankBlock
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError
 from reshard.view.arrays import sub_array, tensor_array
-from reshard.view.ranks import RankArrays
+from reshard.view.ranks import RankArrays, planned_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -307,7 +307,7 @@ def test_rank_arrays_are_the_blocks_of_a_rank(tmp_path: Path, reads: list[int]) 
     values = numbered((6, 4), "bfloat16")
     checkpoint = stored(tmp_path, values, grid((6, 4), [[3], []]), "bfloat16")
     block = RankBlock("w", Block((2, 1), (5, 3)), checkpoint.tensors["w"].spec.dtype)
-    rank = RankArrays(checkpoint, 7, {"new.w": block})
+    rank = RankArrays(f"target rank 7 of {tmp_path}", {"new.w": planned_part(checkpoint, block)})
     assert list(rank) == ["new.w"]
     assert "w" not in rank
     with pytest.raises(KeyError):

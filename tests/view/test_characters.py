@@ -17,7 +17,8 @@ from test_show import large
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.view.cuts.characters import Canvas, block_picture, picture_text
+from reshard.view.pictures.blocks import DrawnSide
+from reshard.view.pictures.characters import Canvas, block_picture, picture_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +30,7 @@ def test_a_picture_is_not_wider_than_the_terminal(
 ) -> None:
     layout, shape = case
     grid = layout.grid(shape)
-    lines = block_picture(grid.shape, grid.blocks, grid.ranks, Canvas(width), indices=indices)
+    lines = block_picture(DrawnSide("", grid.shape, grid.blocks, grid.ranks), Canvas(width), indices=indices)
     assert all(len(line) <= width for line in lines)
     assert len(lines) <= 2 + 2 * 16
 
@@ -55,7 +56,9 @@ def test_ascii_only() -> None:
     assert ".. 0 ." in text
     assert "## 1 #" in text
     grid = Layout.of([64, 16], [1, 0]).grid((64, 32))
-    assert "\n".join(block_picture(grid.shape, grid.blocks, grid.ranks, Canvas(60, ascii=True))).isascii()
+    assert "\n".join(
+        block_picture(DrawnSide("", grid.shape, grid.blocks, grid.ranks), Canvas(60, ascii=True))
+    ).isascii()
 
 
 @pytest.fixture

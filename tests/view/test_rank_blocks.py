@@ -14,7 +14,7 @@ from reshard import Layout, Strategy
 from reshard.core.layout.block import Block
 from reshard.core.model.entries import Extent
 from reshard.errors import UsageError
-from reshard.view.ranks import StoredArrays, stored_arrays
+from reshard.view.ranks import stored_part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,16 +75,16 @@ def test_a_rank_without_files_is_refused(source: reshard.Checkpoint) -> None:
 def test_parts_that_are_no_block_are_one_flat_array(source: reshard.Checkpoint) -> None:
     """As in ZeRO's partitions: a range of elements in row-major order."""
     record = source._record
-    ((_, extent),) = stored_arrays(record, 0).blocks["a.w"]  # rows 0-3, columns 0-2
+    tensor = record.tensors["a.w"]
+    extent = next(replica.extent(tensor.runs) for replica in tensor.sharding.replicas[0])  # rows 0-3, columns 0-2
     (run,) = extent.runs
     head = Block((0, 1), (1, 3)), Extent(extent.file, ((run[0] + 4, 8),))
     rest = Block((1, 0), (3, 3)), Extent(extent.file, ((run[0] + 12, 24),))
-    arrays = StoredArrays(record, 0, {"a.w": (head, rest)})
-    assert arrays["a.w"].compute().tobytes() == np.concatenate(
+    part = stored_part(record, tensor, (head, rest))
+    assert part.make().compute().tobytes() == np.concatenate(
         [FULL["a.w"][0, 1:3], FULL["a.w"][1:3, :3].ravel()]
     ).tobytes()  # fmt: skip
-    assert "[8]" in str(arrays)
-    assert "[0:1, 1:3], [1:3, 0:3]" in str(arrays)
+    assert part[:4] == ("float32", (8,), 32, "[0:1, 1:3], [1:3, 0:3]")
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -15,8 +15,7 @@ from reshard import Layout, Selection, Strategy
 from reshard.cli.terminal import OPTIONS
 from reshard.core.storage.crc import crc32c
 from reshard.errors import spelled
-from reshard.view.text import plan_text, report_text
-from reshard.view.words import plan_data
+from reshard.view.plans import plan_data, plan_text, report_text
 
 if TYPE_CHECKING:
     from reshard.core.run.settings import Report
@@ -105,6 +104,6 @@ def test_checksums_have_their_place(plan: reshard.Plan, report: Report) -> None:
     summed = report._replace(checksums=sums)
     unsummed = report._replace(checksums=None)
     assert "checksummed" not in report_text(plan._record, unsummed)
-    assert "checksums: none made" in report_text(plan._record, unsummed, verbose=True)
+    assert "  sums     none made" in report_text(plan._record, unsummed, verbose=True)
     data = plan_data(plan._record, "dst", summed)
     assert data["checksums"] == {"rank_0/checkpoint_0.safetensors": {"w": "00001a2b", "global_step": "ffffffff"}}

@@ -14,7 +14,7 @@ from test_show import large
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.view import flow
+from reshard.view.pictures import flow
 from reshard.view.svg import GREY, rank_colour
 
 if TYPE_CHECKING:
@@ -81,22 +81,22 @@ def test_two_strategies_stand_side_by_side() -> None:
 
 def test_files_that_are_of_no_rank_have_their_names(dcp: reshard.Checkpoint, tmp_path: Path) -> None:
     plan = reshard.plan(dcp, to="hf", max_shard_size=130)
-    drawn = flow._of_plan(plan._record)
+    drawn = flow.flow_of(plan._record)
     assert [node.name for node in drawn.sources] == [f"rank {rank}" for rank in range(4)]
     assert [node.name for node in drawn.targets] == [
         "model-00001-of-00003", "model-00002-of-00003", "model-00003-of-00003", "model.safetensors.index.json",
     ]  # fmt: skip
-    assert len(set(flow._fills(drawn.targets))) == 1
+    assert len({box.fill for box in drawn.targets}) == 1
     plan.run(tmp_path / "set")
-    back = flow._of_plan(reshard.plan(reshard.open(tmp_path / "set"), MESH)._record)
+    back = flow.flow_of(reshard.plan(reshard.open(tmp_path / "set"), MESH)._record)
     assert sorted(node.name for node in back.sources) == [f"model-0000{n}-of-00003" for n in (1, 2, 3)]
     assert [node.name for node in back.targets] == [f"rank {rank}" for rank in range(4)]
 
 
 def test_files_of_one_rank_are_told_apart() -> None:
-    files = [flow._DrawnFile(rank, f"{rank}_{part}", "x") for rank in (0, 1) for part in "ab"]
-    assert [node.name for node in flow._files([0, 1, 2, 3], files, Counter(), "-")] == ["0_a", "0_b", "1_a", "1_b"]
-    assert [node.name for node in flow._files([0, 0, 1, 1], files, Counter(), "-")] == ["rank 0", "rank 1"]
+    files = [flow.DrawnFile(rank, f"{rank}_{part}", "x") for rank in range(16) for part in "ab"]
+    assert [box.name for box in flow.file_boxes(files[:4], Counter(), 0, "-")] == ["0_a", "0_b", "1_a", "1_b"]
+    assert [box.name for box in flow.file_boxes(files, Counter(), 0, "-")] == [f"rank {rank}" for rank in range(16)]
 
 
 # --- Pictures and tables of checkpoints that are not plain files of ranks: ZeRO-3, Orbax, averages ---

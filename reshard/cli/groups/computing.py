@@ -119,7 +119,7 @@ def stats(
     named, with its index in the whole tensor and the rank that has it.
     """
     from reshard.compute.stats import stats as compute_stats
-    from reshard.view.computed.stats_view import stats_data, stats_text
+    from reshard.view.pages.stats_view import stats_data, stats_text
 
     checkpoint = open_checkpoint(source, **vars(opening))
     checkpoint = rules.derived(checkpoint).checkpoint if rules else checkpoint
@@ -143,7 +143,7 @@ def stats(
 
 def _not_finite(checkpoint: Checkpoint, result: CheckpointStats) -> ReshardError | None:
     """Return the error of `stats --nan`; None if every tensor was read and is finite."""
-    from reshard.view.computed.stats_view import summary
+    from reshard.view.pages.stats_view import summary
     from reshard.view.text import count_text
 
     if result.not_finite:
@@ -242,7 +242,7 @@ def diff(
     and the mean absolute difference, the relative one (of norms), the cosine, and the number of elements that differ.
     """
     from reshard.compute.differences import diff as compute_diff
-    from reshard.view.computed.diff_view import diff_data, diff_text, verdict
+    from reshard.view.pages.diff_view import diff_data, diff_text, verdict
     from reshard.view.tables import chosen
 
     sides = chosen([_opened(source, opening), _opened(target, target_opening, of_target=True)], match)

@@ -72,11 +72,7 @@ def tensor_array(checkpoint: Checkpoint, name: str, *, chunks: Any = None) -> da
 def sub_array(checkpoint: Checkpoint, name: str, block: Block, *, replica: int | None = None) -> da.Array:
     """Return a block of a tensor as a lazy dask array; a `str` entry is never split.
 
-    Args:
-        checkpoint: the checkpoint.
-        name: the name of the tensor.
-        block: the block.
-        replica: the number of the file to read, for a tensor whose copies differ.
+    `replica` is the number of the file to read, for a tensor whose copies differ.
     """
     tensor = checkpoint.tensors[name]
     if tensor.text is not None:
@@ -98,13 +94,7 @@ def _tensor_box(checkpoint: Checkpoint, name: str, box: Block, replica: int | No
 
 
 def stored_array(checkpoint: Checkpoint, spec: TensorSpec, located: Sequence[tuple[Block, Extent]]) -> da.Array:
-    """Return blocks in files as one lazy dask array.
-
-    Args:
-        checkpoint: the checkpoint.
-        spec: name, dtype and shape of the array.
-        located: the blocks, each with its location.
-    """
+    """Return blocks in files, each with its location, as one lazy dask array."""
     return _lazy(*_stored(checkpoint, spec, located, ()), Block.whole(spec.shape), checkpoint.opening.chunks)
 
 
@@ -155,14 +145,7 @@ class _Stored(StoredTensor):
 
 
 def _lazy(stored: _Stored, token: str, box: Block, chunks: Any) -> da.Array:
-    """Return a box of a stored tensor as a dask array.
-
-    Args:
-        stored: the tensor.
-        token: of the tensor.
-        box: the part to take.
-        chunks: as in `Checkpoint.array`; None for the default.
-    """
+    """Return a box of a stored tensor, which has a token, as a dask array, with chunks as in `Checkpoint.array`."""
     teach_distributed()  # it may have been imported since
     hulls = [list(_spans(stored, piece.block)) for piece in stored.pieces]
     sizes = _shards(hulls, box)

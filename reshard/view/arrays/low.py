@@ -136,37 +136,21 @@ class LowPrecisionArray(np.ndarray[Any, Any]):
             return np.zeros((), np.float32).view(AccumulatedArray)
         return np.sum(self, *args, **kwargs)
 
-    def prod(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the product in float32; arguments as of `numpy.prod`."""
-        return np.prod(self, *args, **kwargs)
 
-    def mean(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the mean in float32; arguments as of `numpy.mean`."""
-        return np.mean(self, *args, **kwargs)
+def _method(name: str) -> Callable[..., Any]:
+    """Return a method that is numpy's function, which accumulates in float32."""
+    function = getattr(np, name)
 
-    def var(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the variance in float32; arguments as of `numpy.var`."""
-        return np.var(self, *args, **kwargs)
+    def method(self: LowPrecisionArray, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
 
-    def std(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the standard deviation in float32; arguments as of `numpy.std`."""
-        return np.std(self, *args, **kwargs)
+    method.__name__ = name
+    method.__doc__ = f"Return the result of `numpy.{name}`, which is accumulated in float32."
+    return method
 
-    def cumsum(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the cumulative sum in float32; arguments as of `numpy.cumsum`."""
-        return np.cumsum(self, *args, **kwargs)
 
-    def cumprod(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the cumulative product in float32; arguments as of `numpy.cumprod`."""
-        return np.cumprod(self, *args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the sum of a diagonal in float32; arguments as of `numpy.trace`."""
-        return np.trace(self, *args, **kwargs)
-
-    def dot(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the dot product in float32; arguments as of `numpy.dot`."""
-        return np.dot(self, *args, **kwargs)
+for _name in ("prod", "mean", "var", "std", "cumsum", "cumprod", "trace", "dot"):
+    setattr(LowPrecisionArray, _name, _method(_name))
 
 
 class AccumulatedArray(LowPrecisionArray):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard.compute.frames import attributes_frame, frame
@@ -34,9 +35,7 @@ def plan_frame(plan: Plan) -> Any:
     rows = []
     for transfer in plan.transfers:
         route, recipe = transfer.route, transfer.recipe
-        nbytes = transfer.target_dtype.itemsize
-        for extent in recipe.shape:
-            nbytes *= extent
+        nbytes = prod(recipe.shape) * transfer.target_dtype.itemsize
         rows.append(
             (transfer.name, transfer.target_dtype.name, recipe.shape, nbytes, kind_of[transfer.source_name],
              sharding_words(Sharding(recipe.targets, route.writes), recipe.shape), len(recipe.targets),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint as Record
     from reshard.core.model.checkpoint import Tensor
     from reshard.strategy.strategy import Strategy
-    from reshard.view.notebook.hist import HistogramPicture
+    from reshard.view.pictures.hist import HistogramPicture
     from reshard.view.svg import Picture
 
     Arrays = Mapping[str, Array]
@@ -121,7 +121,7 @@ class OpenedArrays(Arrays):
             reshard.SourceError: it cannot be read.
             reshard.UsageError: `bins` is below 1, or too large.
         """
-        from reshard.view.notebook.hist import histogram_picture  # it brings numpy
+        from reshard.view.pictures.hist import histogram_picture  # it brings numpy
 
         return histogram_picture(self._record, name, bins)
 

@@ -81,7 +81,7 @@
       cell.addEventListener("keydown", (event) => event.key === "Enter" ? sort() : null);
       titled.push([cell, at]);
     };
-    for (const cell of still.querySelectorAll("th, .row.top > span")) {
+    for (const cell of still.querySelectorAll("th")) {
       const at = header.indexOf(cell.textContent);
       if (at >= 0) clickable(cell, at);
     }

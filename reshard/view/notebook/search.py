@@ -26,14 +26,14 @@ _LONGEST = 300  # characters of a cell
 _NUMBER = re.compile(r"(\d+)")
 
 
-def packed(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: str = "", code: Sequence[str] = ()) -> str:
+def packed(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: str = "", typed: Sequence[str] = ()) -> str:
     """Return all rows of a table as JSON for `search.js`, safe inside a script of HTML or XML.
 
     Args:
         header: the titles.
         rows: the cells; one more than there are titles is the picture of a row: its id, width and height.
         wrap: as for `svg.table`.
-        code: what to type about a row, where NAME is its first cell.
+        typed: what to type about a row, where NAME is its first cell.
     """
     templates: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     size = shown = count = 0
@@ -53,7 +53,7 @@ def packed(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrap: str = 
         "header": list(header),
         "kinds": ["n" if title in NUMBERS else "wrap" if title == wrap else "t" for title in header],
         "groups": [_group(text, numbers) for text, numbers in templates.items()],
-        "code": list(code),
+        "code": list(typed),
         "beyond": "" if shown == count else f"among the first {count_text(shown, 'row')} of {count:,}",
     }
     content = json.dumps(data, separators=(",", ":"))

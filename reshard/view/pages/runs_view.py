@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from os.path import relpath
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, overload
 
 from reshard.arguments import checked
 from reshard.core.storage.places import is_url
 from reshard.core.storage.urls.s3.options import use_options
-from reshard.errors import bytes_text, printable
-from reshard.view.svg import Markup, details, heading, in_place, note, page, table
-from reshard.view.text import fields_data, table_lines
+from reshard.errors import bytes_text
+from reshard.view.sections import Note, Table, lines, page
+from reshard.view.text import fields_data, fitting_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard.core.storage.places import AnyName
     from reshard.formats.catalog import StoredCheckpoint
+    from reshard.view.sections import Section
 
     Checkpoints = Sequence[StoredCheckpoint]
 else:
@@ -116,30 +116,24 @@ def age_text(seconds: float) -> str:
 
 
 def runs_text(runs: Runs, *, width: int | None = None) -> str:
-    """Write a table with a row for each checkpoint, and the newest complete one.
-
-    Args:
-        runs: the checkpoints.
-        width: the longest line; reasons have lines of their own then. None for one line for each checkpoint.
-    """
+    """Write a table of the checkpoints, why some are not complete, and which is the newest complete one."""
     if not runs:
         return f"no checkpoint is below {runs.root}"
-    rows = [tuple(map(printable, _row(runs.root, record))) for record in runs]
-    reasons = [printable(record.reason) for record in runs]
-    lines = table_lines(_HEADER, rows, width)
-    if width is None or len(lines) != len(rows) + 1 or max(map(len, lines)) > width:
-        rows = [
-            (*row[:-1], f"{row[-1]}: {reason}" if reason else row[-1])
-            for row, reason in zip(rows, reasons, strict=True)
-        ]
-        lines = table_lines(_HEADER, rows, width, below=1)
-    else:
-        below = [wrap(reason, width, initial_indent="    ", subsequent_indent="    ") for reason in ("", *reasons)]
-        lines = [text for line, texts in zip(lines, below, strict=True) for text in (line, *texts)]
+    table, *rest = _sections(runs)
+    below = [line for section in rest for line in lines(section)]
+    return "\n".join([*lines(table, width, below=1), *fitting_lines(below[:-1], width), "", below[-1]])
+
+
+def _sections(runs: Runs) -> list[Section]:
+    """Return a table of the checkpoints, why some are not complete, and which is the newest."""
+    rows = [_row(runs.root, record) for record in runs]
+    why = ["; ".join(filter(None, (record.reason, record.hint))) for record in runs]
     newest = runs.newest
-    lines += [f"{row[0]}: {printable(record.hint)}" for row, record in zip(rows, runs, strict=True) if record.hint]
-    lines += ["", f"newest complete: {printable(newest.path)}" if newest else "no checkpoint is complete"]
-    return "\n".join(lines)
+    return [
+        *([Table("", _HEADER, rows, most=len(rows))] if rows else []),
+        *(Note(f"{row[0]}: {reason}") for row, reason in zip(rows, why, strict=True) if reason),
+        Note(f"newest complete: {newest.path}" if newest else "no checkpoint is complete"),
+    ]
 
 
 def _row(root: str, record: StoredCheckpoint) -> tuple[str, ...]:
@@ -167,14 +161,4 @@ def runs_data(runs: Sequence[StoredCheckpoint]) -> list[dict[str, object]]:
 
 def runs_html(runs: Runs) -> str:
     """Show the checkpoints below a directory as a table."""
-    rows = [_row(runs.root, record) for record in runs]
-    newest = runs.newest
-    below: list[Markup] = [in_place(table(_HEADER, rows), len(rows))] if rows else []
-    found = f"newest complete: {newest.path}" if newest else "no checkpoint is complete"
-    reasons = [
-        f"{row[0]}: {'; '.join(filter(None, [record.reason, record.hint]))}"
-        for row, record in zip(rows, runs, strict=True)
-        if record.reason
-    ]
-    why = [details("Why", *map(note, reasons), more=f"{len(reasons):,}", opened=True)] if reasons else []
-    return page(heading("Checkpoints", runs.root), *below, note(found), *why, text=runs_text(runs))
+    return page(("Checkpoints", runs.root), _sections(runs), runs_text(runs))

@@ -8,43 +8,24 @@ from typing import TYPE_CHECKING
 from reshard.compute.stats import number_text
 from reshard.core.layout.block import shape_text
 from reshard.errors import bytes_text, printable
-from reshard.strategy.names import group_names
-from reshard.view.cuts.thumbnails import Thumbnails
-from reshard.view.notebook.hist import drawn, outline
-from reshard.view.svg import (
-    Markup,
-    Picture,
-    and_more,
-    details,
-    heading,
-    page,
-    searched,
-    section,
-    table,
-    tag,
-    tiles,
-    warnings_listed,
-)
+from reshard.view.pictures.hist import drawn, outline
+from reshard.view.sections import MOST_ROWS, Facts, Reasons, Table, page, warnings_of
+from reshard.view.sections import lines as section_lines
+from reshard.view.svg import Markup, Picture
 from reshard.view.text import count_text, fields_data, fitting_lines, near, table_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.compute.stats import CheckpointStats, NotFinite, ValueStats
+    from reshard.compute.stats import CheckpointStats, ValueStats
+    from reshard.view.sections import Section
 
 _MOST_SHOWN = 8
-_MOST_ROWS = 240
 _WIDTH, _HEIGHT = 120.0, 24.0
 
 
 def stats_text(stats: CheckpointStats, *, by: str = "name", width: int | None = None) -> str:
-    """Write a table of statistics, a row for each group, and where NaNs and infinities are.
-
-    Args:
-        stats: the statistics.
-        by: as for `CheckpointStats.groups`.
-        width: the columns of the terminal; None for any number.
-    """
+    """Write a table of statistics, a row for each of `CheckpointStats.groups`, and where NaNs and infinities are."""
     rows = list(stats.groups(by).values())
     header, cells = _table(stats, rows)
     lines = []
@@ -58,10 +39,7 @@ def stats_text(stats: CheckpointStats, *, by: str = "name", width: int | None = 
     lines.append(f"{count_text(len(stats.tensors), 'tensor')}: {counts}; {read}")
     if stats.not_finite:
         lines += [summary(stats), *_not_finite_lines(stats)]
-    lines += [
-        f"not computed: {printable(name)}: {printable(reason)}"
-        for name, reason, _ in group_names(stats.not_computed.items())
-    ]
+    lines += section_lines(Reasons("not computed", stats.not_computed))
     return "\n".join(fitting_lines(lines, width))
 
 
@@ -126,7 +104,7 @@ def stats_data(stats: CheckpointStats, *, by: str = "name") -> dict[str, object]
                 **_values_data(values),
                 "shape": list(values.shape or ()),
                 "kind": stats.kinds[name],
-                "first": None if values.first is None else _first_data(values.first),
+                "first": None if values.first is None else fields_data(values.first, "index", "value", "rank", "path"),
             }
             for name, values in stats.tensors.items()
         ],
@@ -147,103 +125,69 @@ def finite_or_none(number: float | None) -> float | None:
     return None if number is None or not isfinite(number) else number
 
 
-def _first_data(first: NotFinite) -> dict[str, object]:
-    return fields_data(first, "index", "value", "rank", "path")
-
-
 # --- pages ------------------------------------------------------------------------------------------------------
 
 
 def stats_html(stats: CheckpointStats) -> str:
     """Show statistics: sums, a table with a histogram of each group, and NaNs and infinities."""
-    rows = list(stats.groups().values())
-    total = stats.total
+    rows, total = list(stats.groups().values()), stats.total
     bad, rate = len(stats.not_finite), stats.bytes_read / stats.seconds if stats.seconds else 0
-    header, cells = _table(stats, rows[:_MOST_ROWS])
-    thumbnails = Thumbnails()
-    with_pictures: list[list[str]] = []
-    for row, group in zip(cells, rows, strict=False):
-        small, large = _drawings(group, thumbnails)
-        with_pictures.append([tag("details", tag("summary", row[0]), large) if large else row[0], small, *row[1:]])
-    parts = [
-        heading("Statistics", stats.root),
-        tiles(
-            ("tensors", f"{len(stats.tensors):,}", f"{len(stats.not_computed):,} not computed"),
-            ("elements", f"{total.size:,}", f"{total.zeros:,} zero"),
-            ("norm", number_text(total.norm), f"{number_text(total.min)} to {number_text(total.max)}"),
-            ("NaN or Inf", f"{total.nans + total.infs:,}", f"in {count_text(bad, 'tensor')}" if bad else ""),
-            ("read", bytes_text(stats.bytes_read), f"{stats.seconds:.2f} s, {bytes_text(rate)}/s"),
-        ),
+    header, cells = _table(stats, rows)
+    with_pictures = [
+        [row[0], _drawing(group) if number < MOST_ROWS else "", *row[1:]]
+        for number, (row, group) in enumerate(zip(cells, rows, strict=True))
     ]
-    if bad:
-        parts.append(
-            section(
-                "NaN or Inf",
-                ("tensor", "first at", "value", "NaN and Inf", "rank", "file"),
-                list(stats.not_finite.items()),
-                lambda item: _not_finite_row(stats, *item),
-                "tensor",
-                wrap="file",
-                opened=True,
-            )
-        )
-    titles = [header[0], "values", *header[1:]]
-    parts.append(
-        details(
-            "Values",
-            thumbnails.symbols(),
-            searched(
-                [table(titles, with_pictures), *and_more(len(rows), _MOST_ROWS, "row")],
-                *_table(stats, list(stats.tensors.values())),
-                code=["[NAME]", ".hist(NAME)"],
-            ),
-            opened=True,
-            more="of finite elements",
-        )
-    )
-    if stats.not_computed:
-        parts.append(section("Not computed", ("tensor", "reason"), list(stats.not_computed.items()), tuple, "tensor"))
-    return page(*parts, *warnings_listed(stats.warnings), text=stats_text(stats))
+    facts = Facts([
+        ("tensors", f"{len(stats.tensors):,}", f"{len(stats.not_computed):,} not computed"),
+        ("elements", f"{total.size:,}", f"{total.zeros:,} zero"),
+        ("norm", number_text(total.norm), f"{number_text(total.min)} to {number_text(total.max)}"),
+        ("NaN or Inf", f"{total.nans + total.infs:,}", f"in {count_text(bad, 'tensor')}" if bad else ""),
+        ("read", bytes_text(stats.bytes_read), f"{stats.seconds:.2f} s, {bytes_text(rate)}/s"),
+    ])  # fmt: skip
+    titles = ("tensor", "first at", "value", "NaN and Inf", "rank", "file")
+    places = [
+        (name, shape_text(first.index), first.value, _counted(stats.tensors[name]),
+         f"{first.rank}" if stats.by_ranks else "", first.path)
+        for name, first in stats.not_finite.items()
+    ]  # fmt: skip
+    values = Table(
+        "Values", [header[0], "values", *header[1:]], with_pictures, most=MOST_ROWS, more="of finite elements",
+        opened=True, found=_table(stats, list(stats.tensors.values())), typed=["[NAME]", ".hist(NAME)"],
+    )  # fmt: skip
+    sections: list[Section] = [
+        facts,
+        *([Table("NaN or Inf", titles, places, "tensor", wrap="file", opened=True)] if places else []),
+        values,
+        Reasons("not computed", stats.not_computed),
+        *warnings_of(stats),
+    ]
+    return page(("Statistics", stats.root), sections, stats_text(stats))
 
 
 def values_html(values: ValueStats) -> str:
     """Show the statistics of one tensor, or of a group, with a histogram."""
     about = values.dtype, shape_text(values.shape) if values.shape is not None else f"{values.tensors:,} tensors"
-    total = values.moments
-    numbers = [(title, number_text(getattr(values, title)), "") for title in ("mean", "std", "norm")]
-    quartiles = ", ".join(map(number_text, values.quartiles)) if values.quartiles else ""
-    parts = [
-        heading("Statistics", values.name, *about),
-        tiles(
+    total, bad = values.moments, values.nans + values.infs
+    sections: list[Section] = [
+        Facts([
             ("elements", f"{values.size:,}", f"{values.zeros:,} zero"),
             ("range", f"{number_text(values.min)} to {number_text(values.max)}" if total.finite else "none", "finite"),
-            *numbers,
-            ("NaN or Inf", f"{values.nans + values.infs:,}", _counted(values) if values.nans + values.infs else ""),
-        ),
-    ]
+            *((title, number_text(getattr(values, title)), "") for title in ("mean", "std", "norm")),
+            ("NaN or Inf", f"{bad:,}", _counted(values) if bad else ""),
+        ])
+    ]  # fmt: skip
     if total.finite:
-        exact = f"quartiles {quartiles}" if quartiles else "of a sample of the elements; Checkpoint.hist counts all"
-        drawing, height = drawn(*values.histogram(64), exact)
-        parts.append(Picture(values.name, 562, height, drawing).html())
-    return page(*parts, text=repr(values))
+        remark = "of a sample of the elements; Checkpoint.hist counts all"
+        if values.quartiles:
+            remark = f"quartiles {', '.join(map(number_text, values.quartiles))}"
+        drawing, height = drawn(*values.histogram(64), remark)
+        sections.append(Picture(values.name, 562, height, drawing).html())
+    return page(("Statistics", values.name, *about), sections, repr(values))
 
 
-def _not_finite_row(stats: CheckpointStats, name: str, first: NotFinite) -> Sequence[str]:
-    rank = f"{first.rank}" if stats.by_ranks else ""
-    return name, shape_text(first.index), first.value, _counted(stats.tensors[name]), rank, first.path
-
-
-def _drawings(values: ValueStats, thumbnails: Thumbnails) -> tuple[Markup, Markup]:
-    """Return a histogram in the size of a row, and a large one below it; both empty without finite values."""
+def _drawing(values: ValueStats) -> Markup:
+    """Return a histogram in the size of a row; nothing without finite values."""
     if not values.moments.finite:
-        return Markup(""), Markup("")
-    counts, edges = values.histogram()
-    drawing = outline(counts, edges, _WIDTH, _HEIGHT - 1)
-    name, *_ = thumbnails.picture(drawing, lambda: Picture("", _WIDTH, _HEIGHT, drawing))
-    title = f"{number_text(values.min)} to {number_text(values.max)}"
-    if not name:
-        return Picture(title, _WIDTH, _HEIGHT, drawing).svg(), Markup("")
-    use, box = tag("use", href=f"#{name}"), f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}"
-    small = tag("svg", tag("title", title), use, viewBox=box, width=_WIDTH, height=_HEIGHT, role="img")
-    large = tag("svg", use, viewBox=box, width=4 * _WIDTH, height=4 * _HEIGHT, role="img")
-    return small, tag("div", large, tag("div", title, class_="more"), class_="detail")
+        return Markup("")
+    drawing = outline(*values.histogram(), _WIDTH, _HEIGHT - 1)
+    return Picture(f"{number_text(values.min)} to {number_text(values.max)}", _WIDTH, _HEIGHT, drawing).svg()

@@ -1,28 +1,30 @@
-"""Pictures of cuts in block characters, for terminals.
+"""The pen that draws blocks in block characters, for terminals.
 
 1. Tensors that are cut alike share one picture, whatever their shapes; indices are written if the shapes are equal.
-2. The first two axes that are cut are drawn, rows downwards; other axes only at their first block.
+2. A row or column of blocks has the same room, however many indices it has; other axes are drawn at their first block.
 3. A block is a shaded field with its ranks in it. On a terminal with colours it has the colour of its first rank, as in
    other pictures; the shades are there too, unseen, so that they are copied with the text.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.core.plan.bands import is_grid
 from reshard.errors import printable
 from reshard.strategy.names import group_names
-from reshard.view.svg import rank_colour
+from reshard.view.pictures.blocks import DrawnSide, Frame, panels_of, tensor_side
 from reshard.view.text import count_text, shortened
-from reshard.view.words import blocks_of, cut_words, extents_text, is_computed, ranks_words
+from reshard.view.words import blocks_of, cut_words, extents_text, ranks_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from reshard.core.layout.block import Block, Shape
     from reshard.core.model.checkpoint import Checkpoint, Tensor
+    from reshard.view.pictures.blocks import Cell
 
 _MOST_PICTURES = 12
 _MOST_ROWS = 16
@@ -30,6 +32,7 @@ _MOST_NAMES = 8
 _WIDTH = 80  # columns of a terminal of unknown width
 _FIELD = 40  # columns of a picture of few blocks
 _LOW = 2  # rows of blocks that have two lines each
+_SHORT = 9  # ranks; more than these need not be all written
 _LEVELS = (0, 95, 135, 175, 215, 255)  # of red, green and blue in the 256 colours of a terminal
 
 
@@ -50,11 +53,6 @@ class Canvas(NamedTuple):
     def shades(self) -> str:
         """Return the fills of neighbouring blocks."""
         return ".#" if self.ascii else "░▓"
-
-    @property
-    def ellipsis(self) -> str:
-        """Return the sign for blocks that are not drawn."""
-        return "..." if self.ascii else "…"
 
 
 def picture_text(checkpoint: Checkpoint, canvas: Canvas) -> str:
@@ -98,108 +96,104 @@ def _part(checkpoint: Checkpoint, tensors: Sequence[Tensor], canvas: Canvas) -> 
         facts = [folded.pop(), facts[0], first.spec.dtype.name, *facts[1:]]
     if len(names) > _MOST_NAMES:
         folded.append(f"and {len(names) - _MOST_NAMES:,} more")
-    nothing = "computed" if is_computed(checkpoint, first) else "no file"
-    picture = block_picture(first.spec.shape, *blocks_of(checkpoint, first), canvas, indices=alike, nothing=nothing)
+    picture = block_picture(tensor_side(checkpoint, first), canvas, indices=alike)
     return [*wrap(printable("  ".join(facts)), canvas.width), *(f"  {name}" for name in folded), *picture]
 
 
-def block_picture(
-    shape: Shape,
-    blocks: Sequence[Block],
-    ranks: Sequence[Sequence[int]],
-    canvas: Canvas,
-    *,
-    indices: bool = True,
-    nothing: str = "no file",
-) -> list[str]:
-    r"""Draw blocks and the ranks that hold them.
+def block_picture(side: DrawnSide, canvas: Canvas, *, indices: bool = True) -> list[str]:
+    r"""Draw blocks and the ranks that hold them; of axes beyond two the first slice only.
 
     Args:
-        shape: the shape of the whole tensor.
-        blocks: distinct blocks; no picture if they are not a grid.
-        ranks: the ranks that hold each block.
+        side: the blocks; no picture if they are no grid, and too many.
         canvas: the abilities of the terminal.
         indices: write the indices of the blocks beside them.
-        nothing: the label of a block that no rank holds.
 
     >>> from reshard.core.layout.layout import Layout
     >>> grid = Layout.of([2, 2], [1, 0]).grid((4, 6))
-    >>> for line in block_picture(grid.shape, grid.blocks, grid.ranks, Canvas(30)):
+    >>> for line in block_picture(DrawnSide("", grid.shape, grid.blocks, grid.ranks), Canvas(30)):
     ...     print(line)
-           0-2      3-5
-      0-1  ░░ 0 ░░░░▓▓ 1 ▓▓▓▓
-           ░░░░░░░░░▓▓▓▓▓▓▓▓▓
-      2-3  ▓▓ 2 ▓▓▓▓░░ 3 ░░░░
-           ▓▓▓▓▓▓▓▓▓░░░░░░░░░
+           0-2       3-5
+      0-1  ░░ 0 ░░░░░▓▓ 1 ▓▓▓▓▓
+           ░░░░░░░░░░▓▓▓▓▓▓▓▓▓▓
+      2-3  ▓▓ 2 ▓▓▓▓▓░░ 3 ░░░░░
+           ▓▓▓▓▓▓▓▓▓▓░░░░░░░░░░
     """
-    if not blocks or not is_grid(shape, blocks):
-        return [f"  {count_text(len(blocks), 'block')}, which do not form a grid"]
-    cut = [axis for axis in range(len(shape)) if any(block.start[axis] for block in blocks)]
-    down, right = ([*cut, None, None])[:2]
-    if len(cut) == 1 and (cut[0] or len(shape) == 1):
-        down, right = None, cut[0]
-    holders = {}
-    for block, held_by in zip(blocks, ranks, strict=True):
-        if not any(start for axis, start in enumerate(block.start) if axis not in {down, right}):
-            holders[_corner(block, down), _corner(block, right)] = held_by
-    rows, columns = _spans(blocks, down), _spans(blocks, right)
-    drawn = rows[:_MOST_ROWS]
-    margin = 4 + max(len(title) for _, title in drawn) if indices and down is not None else 2
-    room = max(canvas.width - margin - 4, 6)
-    least = min(room, _FIELD) // len(columns)
-    widths = []
-    for column, title in columns:
-        labels = [_label(holders.get((row, column), ()), nothing) for row, _ in drawn]
-        widths.append(max(least, len(title) + 1 if indices else 0, 4 + max(map(len, labels))))
-    while sum(widths) > room and len(widths) > 1:
-        widths.pop()
-    widths[0] = min(widths[0], room)
-    ellipsis = f" {canvas.ellipsis}" if len(widths) < len(columns) else ""
+    frame = Frame.of([side])
+    digits = max(map(len, map(str, side.shape)), default=1) if indices else 0
+    room = max(canvas.width - 8 - 2 * digits, 6)
+    least = 4 + max([2 * digits - 2, *(len(ranks_words(ranks)) for ranks in side.ranks if len(ranks) < _SHORT)])
+    size = replace(frame, width=room, height=float(_MOST_ROWS * least))
+    slice_, cells = panels_of(side, size, len(side.blocks), least)[0]
+    rows, columns = _edges(cells, frame.rows), _edges(cells, frame.columns)
+    if len(rows) > _MOST_ROWS + 1 or len(columns) - 1 > max(room // least, 1):
+        return [f"  {count_text(len(side.blocks), 'block')}, which do not form a grid"]
+    wide = min(max(_FIELD // (len(columns) - 1), least), room // (len(columns) - 1))
+    tall = 2 if len(side.blocks) > 1 and len(rows) - 1 <= _LOW else 1
+    fields = _fields(frame, cells, rows, columns, wide, tall, canvas)
+    if indices and len(rows) > 2:
+        heads = [head for span in _spans(rows) for head in (f"  {span}", *[""] * (tall - 1))]
+        margin = max(map(len, heads)) + 2
+    else:
+        heads, margin = [""] * len(fields), 2
+    lines = [f"{head.ljust(margin)}{line}" for head, line in zip(heads, fields, strict=True)]
+    if indices and len(columns) > 2:
+        lines.insert(0, (" " * margin + "".join(span.ljust(wide) for span in _spans(columns))).rstrip())
+    return [*lines, f"  {slice_}"] if slice_ else lines
+
+
+def _fields(
+    frame: Frame,
+    cells: Sequence[Cell],
+    rows: Sequence[int],
+    columns: Sequence[int],
+    wide: int,
+    tall: int,
+    canvas: Canvas,
+) -> list[str]:
+    """Return `tall` lines for each row: the fields of its cells from left to right, neighbours in other shades."""
     lines = []
-    if indices and right is not None:
-        titles = "".join(title.ljust(width) for width, (_, title) in zip(widths, columns, strict=False))
-        lines.append(f"{' ' * margin}{titles}".rstrip())
-    for number, (row, title) in enumerate(drawn):
-        for line in range(2 if cut and len(rows) <= _LOW else 1):
-            fields = [
-                _field(
-                    holders.get((row, column), ()),
-                    width,
-                    canvas,
-                    canvas.shades[(number + n) % 2],
-                    nothing,
-                    labelled=not line,
-                )
-                for n, (width, (column, _)) in enumerate(zip(widths, columns, strict=False))
-            ]
-            head = f"  {title}" if indices and not line else ""
-            lines.append(f"{head.ljust(margin)}{''.join(fields)}{ellipsis}")
-    return [*lines, f"{' ' * margin}{canvas.ellipsis}"] if len(drawn) < len(rows) else lines
+    for top in rows[:-1]:
+        inside = [cell for cell in cells if _begins(cell, frame.rows) <= top < _ends(cell, frame.rows)]
+        inside.sort(key=lambda cell: _begins(cell, frame.columns))
+        for line in range(tall):
+            fields = []
+            for cell in inside:
+                begin = _begins(cell, frame.rows)
+                first, last = columns.index(_begins(cell, frame.columns)), columns.index(_ends(cell, frame.columns))
+                shade = canvas.shades[(rows.index(begin) + first) % 2]
+                is_labelled = begin == top and not line
+                fields.append(_field(cell, wide * (last - first), canvas, shade, labelled=is_labelled))
+            lines.append("".join(fields))
+    return lines
 
 
-def _corner(block: Block, axis: int | None) -> int:
-    return 0 if axis is None else block.start[axis]
+def _begins(cell: Cell, axis: int | None) -> int:
+    return 0 if axis is None else cell.block.start[axis]
 
 
-def _spans(blocks: Sequence[Block], axis: int | None) -> list[tuple[int, str]]:
-    """Return the start of each block along an axis, with the range of its indices as text."""
-    if axis is None:
-        return [(0, "")]
-    spans = sorted({(block.start[axis], block.stop[axis]) for block in blocks})
-    return [(start, f"{start}-{stop - 1}" if stop - start > 1 else f"{start}") for start, stop in spans]
+def _ends(cell: Cell, axis: int | None) -> int:
+    return 1 if axis is None else max(cell.block.stop[axis], 1)
 
 
-def _label(ranks: Sequence[int], nothing: str) -> str:
-    return ranks_words(ranks) if ranks else nothing
+def _edges(cells: Sequence[Cell], axis: int | None) -> list[int]:
+    return sorted({edge for cell in cells for edge in (_begins(cell, axis), _ends(cell, axis))})
 
 
-def _field(ranks: Sequence[int], width: int, canvas: Canvas, shade: str, nothing: str, *, labelled: bool) -> str:
+def _spans(edges: Sequence[int]) -> list[str]:
+    """Return the ranges of indices between edges as text."""
+    return [f"{start}-{stop - 1}" if stop - start > 1 else f"{start}" for start, stop in pairwise(edges)]
+
+
+def _field(cell: Cell, width: int, canvas: Canvas, shade: str, *, labelled: bool) -> str:
     """Return one line of a block."""
-    label = f" {shortened(_label(ranks, nothing), max(width - 4, 3))} "[: width - 2] if labelled else ""
+    ranks = cell.ranks
+    choices = [ranks_words(ranks), f"{ranks[0]} +{len(ranks) - 1}", f"{ranks[0]}+"] if ranks else [cell.holder]
+    caption = next((text for text in choices if len(text) <= width - 4), "") if labelled else ""
+    label = f" {caption} " if caption else ""
     before, after = shade * 2, shade * (width - 2 - len(label))
     if canvas.paint is None or not ranks:
         return f"{before}{label}{after}"
-    fill, ink = map(_terminal_colour, rank_colour(ranks[0]))
+    fill, ink = map(_terminal_colour, cell.colours)
     painted = [canvas.paint(before, fill, fill), canvas.paint(label, fill, ink), canvas.paint(after, fill, fill)]
     return "".join(painted if label else [*painted[:1], *painted[2:]])
 

@@ -2,8 +2,8 @@
 
 1. The receipts of a thread are a lane; lanes are in the order in which their threads began.
 2. A task is a box from its begin to its end, in the colour of its kind, with its bytes in the tooltip.
-3. If there would be too many boxes, tasks of one kind that follow each other within a few pixels share a box, which is
-   fainter the less of it the thread was busy.
+3. If there are too many tasks, those of one kind that follow each other closely share a box, which is fainter the less
+   of it the thread was busy.
 
 Times of several machines are by their own clocks.
 """
@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import bytes_text
-from reshard.view.svg import Markup, Picture, details, fitting, join, label, moved, table, tag, text_width
+from reshard.view.svg import Markup, Picture, fitting, join, label, moved, tag, text_width
 from reshard.view.text import count_text
 
 if TYPE_CHECKING:
@@ -74,8 +74,10 @@ def task_stream(report: Report) -> Picture:
     first = receipts[0].began
     total = max(each.began + each.seconds for each in receipts) - first or 1e-6
     lanes = _lanes(receipts)
-    boxes = _boxes([each for _, each in lanes[:_MOST_LANES]], first, total)
-    names = [name for name, _ in lanes[:_MOST_LANES]]
+    shown = lanes[:_MOST_LANES]
+    longest = 1.5 * total * len(shown) / _MOST_BOXES if len(receipts) > _MOST_BOXES else 0.0
+    boxes = [_boxes(each, first, longest) for _, each in shown]
+    names = [name for name, _ in shown]
     margin = max(map(text_width, names)) + 12
     drawn = [
         moved(0, 24 + row * (_LANE + _GAP), *_lane(name, each, margin, total))
@@ -90,17 +92,16 @@ def task_stream(report: Report) -> Picture:
     return Picture(title, ceil(margin + _WIDTH + _BUSY), ceil(bottom + 20), join(drawn))
 
 
-def tasks_section(report: Report) -> Markup:
-    """Return a section of a page: the task stream, and sums by kind."""
+def task_sums(report: Report) -> list[tuple[str, ...]]:
+    """Return the rows of a table of the tasks by kind: their number, bytes and seconds."""
     kinds: dict[str, list[Receipt]] = {}
     for receipt in report.receipts:
         kinds.setdefault(receipt.task.partition(" ")[0], []).append(receipt)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for kind, receipts in kinds.items():
         read, written, seconds = map(sum, zip(*(receipt[1:4] for receipt in receipts), strict=True))
         rows.append((_KINDS[kind][0], f"{len(receipts):,}", bytes_text(read), bytes_text(written), f"{seconds:.3f} s"))
-    sums = table(("task", "count", "read", "written", "time of all"), rows)
-    return details("Tasks", task_stream(report).html(), sums, more=f"{len(report.receipts):,}")
+    return rows
 
 
 def _lanes(receipts: Sequence[Receipt]) -> list[tuple[str, list[Receipt]]]:
@@ -118,41 +119,21 @@ def _lanes(receipts: Sequence[Receipt]) -> list[tuple[str, list[Receipt]]]:
     return lanes
 
 
-def _boxes(lanes: Sequence[Sequence[Receipt]], first: float, total: float) -> list[list[Box]]:
-    """Return the boxes of each lane, joined over more and more pixels until there are few enough."""
-    boxes = [[_box(each, first) for each in lane] for lane in lanes]
-    pixels = 1
-    while sum(map(len, boxes)) > _MOST_BOXES and pixels <= _WIDTH:
-        boxes = [_joined(lane, pixels * total / _WIDTH) for lane in boxes]
-        pixels *= 2
-    return boxes
-
-
-def _box(receipt: Receipt, first: float) -> Box:
-    begin = receipt.began - first
-    kind = receipt.task.partition(" ")[0]
-    read, written = receipt.bytes_read, receipt.bytes_written
-    return Box(kind, begin, begin + receipt.seconds, receipt.seconds, 1, read, written)
-
-
-def _joined(boxes: Iterable[Box], longest: float) -> list[Box]:
-    """Join boxes of one kind that follow each other, to at most `longest` seconds."""
-    joined: list[Box] = []
-    for box in boxes:
-        last = joined[-1] if joined else box
-        if joined and last.kind == box.kind and box.end - last.begin <= longest:
-            joined[-1] = Box(
-                box.kind,
-                last.begin,
-                max(last.end, box.end),
-                last.busy + box.busy,
-                last.tasks + box.tasks,
-                last.read + box.read,
-                last.written + box.written,
-            )
+def _boxes(receipts: Sequence[Receipt], first: float, longest: float) -> list[Box]:
+    """Return the boxes of a lane; tasks of one kind that follow each other share one of at most `longest` seconds."""
+    boxes: list[Box] = []
+    for receipt in receipts:
+        kind, begin = receipt.task.partition(" ")[0], receipt.began - first
+        end, read, written = begin + receipt.seconds, receipt.bytes_read, receipt.bytes_written
+        last = boxes[-1] if boxes else None
+        if last and last.kind == kind and end - last.begin <= longest:
+            boxes[-1] = Box(
+                kind, last.begin, max(last.end, end), last.busy + receipt.seconds, last.tasks + 1,
+                last.read + read, last.written + written,
+            )  # fmt: skip
         else:
-            joined.append(box)
-    return joined
+            boxes.append(Box(kind, begin, end, receipt.seconds, 1, read, written))
+    return boxes
 
 
 def _lane(name: str, boxes: Sequence[Box], margin: float, total: float) -> list[Markup]:

@@ -8,74 +8,50 @@ from typing import TYPE_CHECKING
 from reshard.compute.stats import number_text
 from reshard.core.layout.block import shape_text
 from reshard.errors import bytes_text, printable
-from reshard.strategy.names import group_names
-from reshard.view.computed.stats_view import finite_or_none
-from reshard.view.svg import (
-    Markup,
-    Picture,
-    and_more,
-    details,
-    heading,
-    listing,
-    note,
-    page,
-    searched,
-    section,
-    table,
-    tag,
-    tiles,
-    warnings_listed,
-)
-from reshard.view.text import count_text, fields_data, fitting_lines, folded_text, near, table_lines
+from reshard.view.pages.stats_view import finite_or_none
+from reshard.view.sections import MOST_ROWS, Facts, Names, Reasons, Table, lines, note, page, warnings_of
+from reshard.view.svg import Markup, Picture, tag
+from reshard.view.text import count_text, fields_data, fitting_lines, near
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.compute.differences import CheckpointDiff, TensorDiff
+    from reshard.view.sections import Section
 
 _MOST_SHOWN = 20
-_MOST_NAMES = 10
-_MOST_ROWS = 240
 _WIDTH, _HEIGHT = 120.0, 12.0
 _HEADER = ("tensor", "differing", "max |A-B|", "mean |A-B|", "relative", "cosine", "first at")
 
 
 def diff_text(diff: CheckpointDiff, *, width: int | None = None, verbose: bool = False) -> str:
-    """Write the verdict, the tensors that changed most, and names, shapes and dtypes that differ.
-
-    Args:
-        diff: the differences.
-        width: the columns of the terminal; None for any number.
-        verbose: list all tensors that differ.
-    """
-    lines = [verdict(diff)]
-    changed = [diff.tensors[name] for name in diff.changed]
+    """Write the verdict, the tensors that changed most (`verbose`: all), and names, shapes and dtypes that differ."""
+    written = [verdict(diff)]
+    changed = [_row(diff.tensors[name]) for name in diff.changed]
     if changed:
-        first_changed = changed if verbose else changed[:_MOST_SHOWN]
-        rows = [tuple(map(printable, _row(each))) for each in first_changed]
-        lines += ["", *table_lines(_HEADER, rows, width, below=2)]
-        if len(changed) > len(first_changed):
-            lines.append(
-                f"and {len(changed) - len(first_changed):,} more tensors that differ less; --verbose lists all"
-            )
-        lines.append("")
-    for title, only in ((f"only in A, {near(diff.a)}", diff.only_a), (f"only in B, {near(diff.b)}", diff.only_b)):
-        if only:
-            lines.append(f"{printable(title)}: {folded_text(only, len(only) if verbose else _MOST_NAMES)}")
-    lines += [f"{printable(name)} {printable(reason)}" for name, reason, _ in group_names(diff.unlike.items())]
-    lines += [
-        f"not compared: {printable(name)}: {printable(reason)}"
-        for name, reason, _ in group_names(diff.not_compared.items())
-    ]
+        shown = changed if verbose else changed[:_MOST_SHOWN]
+        written += ["", *lines(Table("", _HEADER, shown), width, below=2)]
+        if len(changed) > len(shown):
+            written.append(f"and {len(changed) - len(shown):,} more tensors that differ less; --verbose lists all")
+        written.append("")
+    written += [line for section in _differing(diff) for line in lines(section, width, verbose=verbose)]
+    rate = f" ({bytes_text(diff.bytes_read / diff.seconds)}/s)" if diff.seconds else ""
+    written.append(f"read {bytes_text(diff.bytes_read)} in {diff.seconds:.2f} s{rate}")
+    return "\n".join(fitting_lines(written, width))
+
+
+def _differing(diff: CheckpointDiff) -> list[Section]:
+    """Return what differs besides values."""
     by_dtypes: dict[tuple[str, str], list[str]] = {}
     for name, dtypes in diff.dtypes.items():
         by_dtypes.setdefault(dtypes, []).append(name)
-    for (first, second), members in by_dtypes.items():
-        folded = folded_text(members, len(members) if verbose else 3)
-        lines.append(f"{first} in A, {second} in B: {count_text(len(members), 'tensor')}, {folded}")
-    rate = f" ({bytes_text(diff.bytes_read / diff.seconds)}/s)" if diff.seconds else ""
-    lines.append(f"read {bytes_text(diff.bytes_read)} in {diff.seconds:.2f} s{rate}")
-    return "\n".join(fitting_lines(lines, width))
+    return [
+        Names(f"only in A, {near(diff.a)}", diff.only_a),
+        Names(f"only in B, {near(diff.b)}", diff.only_b),
+        Reasons("not alike", diff.unlike),
+        Reasons("not compared", diff.not_compared),
+        *(Names(f"{first} in A, {second} in B", members) for (first, second), members in by_dtypes.items()),
+    ]
 
 
 def verdict(diff: CheckpointDiff) -> str:
@@ -135,43 +111,29 @@ def _tensor_data(diff: CheckpointDiff, each: TensorDiff) -> dict[str, object]:
 def diff_html(diff: CheckpointDiff) -> str:
     """Show the differences of two checkpoints, with a bar for how much each tensor changed."""
     changed = [diff.tensors[name] for name in diff.changed]
-    parts = [
-        heading("Difference", diff.a, "and", diff.b),
-        tiles(
-            ("tensors that differ", f"{len(changed):,}", f"of {len(diff.tensors):,}"),
-            ("beyond the tolerance", f"{len(diff.beyond):,}", _tolerance(diff)),
-            ("only in A", f"{len(diff.only_a):,}", ""),
-            ("only in B", f"{len(diff.only_b):,}", ""),
-            ("read", bytes_text(diff.bytes_read), f"{diff.seconds:.2f} s"),
-        ),
-    ]
+    facts = Facts([
+        ("tensors that differ", f"{len(changed):,}", f"of {len(diff.tensors):,}"),
+        ("beyond the tolerance", f"{len(diff.beyond):,}", _tolerance(diff)),
+        ("only in A", f"{len(diff.only_a):,}", ""),
+        ("only in B", f"{len(diff.only_b):,}", ""),
+        ("read", bytes_text(diff.bytes_read), f"{diff.seconds:.2f} s"),
+    ])  # fmt: skip
+    sections: list[Section] = [facts]
     if changed:
         relatives = [each.relative for each in changed if each.relative > 0 and isfinite(each.relative)]
-        rows: list[Sequence[str]] = []
-        for each in changed[:_MOST_ROWS]:
-            name, *cells = _row(each)
-            rows.append([name, _bar(each, relatives), *cells])
-        parts.append(
-            details(
-                "Changed most",
-                searched(
-                    [table([_HEADER[0], "change", *_HEADER[1:]], rows), *and_more(len(changed), _MOST_ROWS, "tensor")],
-                    _HEADER, map(_row, changed),
-                ),
-                note("bars: the relative difference, on a logarithmic scale; red: NaN or Inf"), opened=True,
+        bars = [_bar(each, relatives) if number < MOST_ROWS else "" for number, each in enumerate(changed)]
+        rows = [*map(_row, changed)]
+        with_bars = [(row[0], bar, *row[1:]) for row, bar in zip(rows, bars, strict=True)]
+        sections += [
+            Table(
+                "Changed most", (_HEADER[0], "change", *_HEADER[1:]), with_bars, "tensor", most=MOST_ROWS, opened=True,
+                found=(_HEADER, rows),
+                beside=note("bars: the relative difference, on a logarithmic scale; red: NaN or Inf"),
             )
-        )  # fmt: skip
-    parts += [
-        listing(title, names, meaning)
-        for title, names, meaning in (("Only in A", diff.only_a, "in A"), ("Only in B", diff.only_b, "in B"))
-        if names
-    ]
-    for title, reasons in (("Other shapes or texts", diff.unlike), ("Not compared", diff.not_compared)):
-        if reasons:
-            parts.append(section(title, ("tensor", "reason"), list(reasons.items()), tuple, "tensor", opened=True))
-    if dtypes := [(name, *pair) for name, pair in diff.dtypes.items()]:
-        parts.append(section("Other dtypes", ("tensor", "in A", "in B"), dtypes, tuple, "tensor"))
-    return page(*parts, *warnings_listed(diff.warnings), text=diff_text(diff))
+        ]  # fmt: skip
+    return page(
+        ("Difference", diff.a, "and", diff.b), [*sections, *_differing(diff), *warnings_of(diff)], diff_text(diff)
+    )
 
 
 def _tolerance(diff: CheckpointDiff) -> str:

@@ -1,1 +1,0 @@
-"""The results of `reshard.compute`, and lists of checkpoints, as text, as plain data, and as HTML."""

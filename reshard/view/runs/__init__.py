@@ -1,1 +1,0 @@
-"""Views of a finished run, from the receipts of its tasks."""
