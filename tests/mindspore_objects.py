@@ -50,9 +50,9 @@ def check_every_dtype_comes_as_itself(m: Any, folder: Path) -> None:
         assert ms.Tensor(values).astype(getattr(m, name)).dtype == dtype, name
         assert np.asarray(tensor == given).all(), name
         assert not np.asarray(tensor != given).any(), name
-        assert ms.Parameter(given, "p").kind is tensor.kind, name
+        assert ms.Parameter(given, "p").dtype == dtype, name
     four = ms.Tensor(m.Tensor(np.array([1, -8, 119], np.int8), dtype=m.qint4x2))
-    assert (four.dtype, four.array.tolist()) == (ms.qint4x2, [1, -8, 119])
+    assert (four.dtype, four.asnumpy().tolist()) == (ms.qint4x2, [1, -8, 119])
     text = raised(TypeError, lambda: ms.Tensor(m.Tensor(np.zeros(2, np.complex128))))
     assert "no checkpoint holds elements of dtype complex128" in text
     raised(TypeError, lambda: ms.Tensor([1], m.complex128))
@@ -140,9 +140,6 @@ def check_they_are_loaded_into_whatever_has_parameters(m: Any, folder: Path) -> 
     ours["w"].asnumpy()[...] = 0
     assert (given.asnumpy() == ROWS).all()
     mapping, net = places()
-    plain = {"w": m.Tensor(ROWS * 0)}
-    ms.load_param_into_net(plain, loaded)
-    assert (plain["w"].asnumpy() == ROWS).all()
     assert ms.load_param_into_net(net, {"net.w": loaded["w"]}) == (["b"], [])
     assert (mapping["w"].asnumpy() == ROWS).all()
 

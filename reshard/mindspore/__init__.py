@@ -1,8 +1,8 @@
 """MindSpore's checkpoint functions under its own names: `import reshard.mindspore as ms`.
 
 The functions take MindSpore 2.10's arguments with MindSpore's meaning; MindSpore itself is not needed. Some work where
-MindSpore's fail or are silently wrong; their docstrings say so. Arguments that only make sense on a device are accepted
-and explained.
+MindSpore's fail or are silently wrong: docs/guides/mindspore-script.md lists all that is different. Arguments that only
+make sense on a device are accepted and explained.
 
 If MindSpore is installed, the functions take its own objects wherever they take ours: Tensors, Parameters, dicts and
 lists of them, Cells, dtypes, layouts. They return ours, which MindSpore does not take; `load_param_into_net` here loads
@@ -43,24 +43,17 @@ Existing target files are replaced. Errors that several functions raise:
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
 
 # The module of each public name. Modules are imported on first use, so that a script that only merges strategies does
 # not wait for dask.
 _HOMES = {
-    "convert": ("ckpt_to_safetensors", "safetensors_to_ckpt"),
-    "launch": (
-        "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "get_group_size", "get_rank", "init",
-        "reset_auto_parallel_context", "set_auto_parallel_context", "set_context", "set_seed",
+    "communication": ("get_group_size", "get_rank", "init"),
+    "context": (
+        "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "reset_auto_parallel_context", "set_auto_parallel_context",
+        "set_context", "set_seed",
     ),
+    "convert": ("ckpt_to_safetensors", "safetensors_to_ckpt"),
     "network": ("load_param_into_net",),
     "parameter": (
         "Parameter", "Tensor", "bfloat16", "bool_", "complex64", "float16", "float32", "float64", "float8_e4m3fn",
@@ -80,50 +73,22 @@ _HOMES = {
 }  # fmt: skip
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("communication", "context", "parallel")  # MindSpore's own
 
 __all__ = sorted(_HOME_OF)  # noqa: PLE0605 -- one list of names, above
 
-# MindSpore's own modules, with the names of each.
-_MODULES = {
-    "communication": ("get_group_size", "get_rank", "init"),
-    "context": (
-        "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "reset_auto_parallel_context", "set_auto_parallel_context",
-        "set_context",
-    ),
-    "parallel": (
-        "merge_sliced_parameter", "build_searched_strategy", "merge_pipeline_strategys", "restore_group_info_list",
-        *_HOMES["transform"], *_HOMES["unified"],
-    ),
-}  # fmt: skip
 
-
-def _getter(module: str, public: Sequence[str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a module with these public names."""
-
-    def get(name: str) -> object:
-        if name in public:
-            value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-            setattr(sys.modules[module], name, value)
-            return value
-        from reshard.mindspore.launch import missing
-
-        raise missing(module, name, public)
-
-    return get
-
-
-def _module(name: str, public: Sequence[str]) -> ModuleType:
-    """Create one of MindSpore's modules, so that it can be imported."""
-    full_name = f"{__name__}.{name}"
-    module = sys.modules[full_name] = module_from_spec(ModuleSpec(full_name, None))
-    module.__doc__ = f"The part of MindSpore's `mindspore.{name}` that checkpoint scripts use."
-    vars(module).update(__all__=sorted(public), __getattr__=_getter(full_name, public))
-    return module
-
-
-__getattr__ = _getter(__name__, __all__)
-globals().update({name: _module(name, public) for name, public in _MODULES.items()})
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(
+            f"{__name__} has no {name!r}, only MindSpore's functions for checkpoints; import what belongs to training "
+            "from mindspore"
+        )
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOME_OF, *_MODULES})
