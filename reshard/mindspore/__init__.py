@@ -20,25 +20,17 @@ Arguments that several functions have:
 * `src_strategy_file`, `dst_strategy_file`, `predict_strategy`, `train_strategy_filename`: a strategy file, a directory
   of the files of a pipeline's ranks, a `reshard.Strategy`, or a dict of layouts by name, as `build_searched_strategy`
   or MindSpore's `infer_predict_layout` return it. None stands for whole tensors.
-* `format`, `output_format`: `ckpt` or `safetensors`.
 * `process_num`, `processes_num`, `max_process_num`: the number of threads (MindSpore: processes).
 * `dec_key`, `enc_key`: the key of an encrypted `.ckpt` file, with the `crypto` extra; `dec_mode`, `enc_mode`: its
   cipher, `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-* `filter_prefix`: skip the names that begin with this, or with one of these; `specify_prefix`: load only the names that
-  do. `choice_func`: called with a name, returns whether to load it; not called if a prefix is passed.
-* `strict_load`: convert nothing, and match only equal names. By default a network's parameter that the checkpoint lacks
-  takes the one whose name ends with its own, and dtypes are converted.
-* `remove_redundancy`: accepted when loading. MindSpore fetches the parameters that a de-duplicated file lacks from the
-  other devices; there are none here, so these parameters stay unloaded and are listed.
 
 Existing target files are replaced. Errors that several functions raise:
 
-* TypeError (ValueError where MindSpore raises that): an argument of the wrong type.
-* NotADirectoryError: a directory is a file.
-* ValueError (a `SourceError`, `StrategyError` or `UsageError`): a file or directory that is missing, empty or corrupt,
-  files of both formats in one directory, files that contradict the strategy, a strategy that cannot be read or is of
-  another model, a file that is encrypted, or encrypted with another key.
-* TargetError: a target file would be one of the source files, or of the strategy files.
+* TypeError: an argument of the wrong type. NotADirectoryError: a directory is none.
+* ValueError (a `SourceError`, `StrategyError` or `UsageError`): a file that is missing, empty or corrupt, files that
+  contradict the strategy, a strategy that cannot be read or is of another model, a file that is encrypted, or with
+  another key.
+* TargetError: a target file would be one of the source files.
 """
 
 from __future__ import annotations

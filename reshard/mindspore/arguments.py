@@ -92,7 +92,6 @@ def check_order(argument: str, files: Mapping[int, Path]) -> None:
         raise UsageError(
             f"{argument} has files of ranks in this order: {names(map(str, ranks))}",
             code="wrong-rank",
-            facts=["expected the files in the order of their ranks"],
             hint="sort by number: as text rank_10 comes before rank_2",
         )
 
@@ -134,7 +133,6 @@ def check_model(source: Checkpoint, after: Strategy | None, new_names: Mapping[s
                 f"the {side} strategy names no tensor of {source.root}",
                 code="other-strategy",
                 facts=[f"it has {names(strategy.tensors)}", f"the files have {names(tensors)}"],
-                hint="use the strategy of this model",
             )
 
 
@@ -166,8 +164,8 @@ def planned(
     missing = [name for name in result.missing if name in expected]  # other stages have the rest
     if strategy and (absent := {*strategy.ranks} - {*source.ranks}):
         once, stages = is_deduplicated(source), {strategy.stage_of(rank) for rank in source.ranks}
-        lost = [name for name in missing if once or stages.isdisjoint(strategy.stages_of(name))]
-        lost = [name for name in lost if name in strategy.tensors]
+        own = [name for name in missing if name in strategy.tensors]
+        lost = [name for name in own if once or stages.isdisjoint(strategy.stages_of(name))]
         if lost:
             raise SourceError(
                 f"no file of {source.root} has {names(lost)}",

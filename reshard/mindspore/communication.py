@@ -1,8 +1,7 @@
 """Rank and group size, as the launcher of a script set them: the part of `mindspore.communication` that scripts use.
 
-Nothing communicates here: if the processes of a conversion each write their own target ranks, a process only needs its
-rank. `mpirun -n 4 python convert.py`, `srun -n 4 python convert.py` and MindSpore's own launchers set it in the
-environment.
+Nothing communicates here: processes that each write their own target ranks only need their rank, which `mpirun`, `srun`
+and MindSpore's own launchers set in the environment.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def get_rank(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- MindSpo
     >>> ms.get_rank()
     0
     """
-    return _number(_launcher()[0], 0)
+    return _launched(0)
 
 
 def get_group_size(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- MindSpore's signature
@@ -53,18 +52,13 @@ def get_group_size(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- M
     >>> ms.get_group_size()
     1
     """
-    return _number(_launcher()[1], 1)
+    return _launched(1)
 
 
-def _launcher() -> tuple[str, str]:
-    """Return the variables of the launcher that set a rank; of two launchers they would not match."""
-    return next((pair for pair in LAUNCHERS if pair[0] in os.environ), LAUNCHERS[0])
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable, str(default))
+def _launched(which: int) -> int:
+    """Return the rank (0) or the number of processes (1) of the launcher that set a rank; without one 0 and 1."""
+    variable = next((pair for pair in LAUNCHERS if pair[0] in os.environ), LAUNCHERS[0])[which]
+    text = os.environ.get(variable, str(which))
     if not text.isdecimal():
-        raise UsageError(
-            f"{variable} is {text!r} in the environment; expected a number, as a launcher sets it", code="bad-number"
-        )
+        raise UsageError(f"{variable} is {text!r} in the environment; expected a number", code="bad-number")
     return int(text)

@@ -45,8 +45,7 @@ def ckpt_to_safetensors(
         file_path: a `.ckpt` file, or a directory whose `rank*` directories hold some.
         save_path: the directory for the results; by default they are written next to the sources. If the source is a
             directory, the rank directories are created below it.
-        name_map: old name to new name; other tensors keep theirs. All apply at once, so two may be swapped. (The map of
-            `load_distributed_checkpoint` goes from the network's name to the file's.)
+        name_map: old name to new name; all apply at once. (`load_distributed_checkpoint` has it the other way round.)
         file_name_regex: convert only files whose names contain a match.
         processes_num: the number of threads.
 

@@ -1,7 +1,7 @@
 """`load_param_into_net`: load parameters into a network.
 
-A network is anything with `parameters_and_names()` (any class, a MindSpore `Cell`), or a mapping of names to parameters
-or arrays. MindSpore is not imported: a `Cell` has imported it already.
+A network is anything with `parameters_and_names()`, such as MindSpore's `Cell`, or a mapping of names to parameters.
+MindSpore is not imported: a `Cell` has imported it already.
 
 Source: MindSpore 2.10 `train/serialization.py` (`load_param_into_net`, `_update_param`,
 `_load_dismatch_prefix_params`).
@@ -46,8 +46,7 @@ def load_param_into_net(
     must agree; `(12, 2048, 1, 1)` also goes to `(12, 2048)`. All parameters are checked before the first is set.
 
     Args:
-        net: anything with `parameters_and_names()`, a MindSpore `Cell`, or a mapping of names to Parameters (here or
-            MindSpore's) or arrays, which are written in place.
+        net: anything with `parameters_and_names()`, such as a MindSpore `Cell`, or a mapping of names to Parameters.
         parameter_dict: the result of `load_checkpoint`, here or MindSpore's; values may be arrays and tensors too.
         strict_load: convert nothing, and match only equal names.
         remove_redundancy: accepted.
@@ -69,6 +68,8 @@ def load_param_into_net(
     if not isinstance(parameter_dict, dict):
         raise TypeError(f"parameter_dict is a {type(parameter_dict).__name__}; expected a dict")
     targets = parameters_of(net, "net")
+    if not all(hasattr(target, "set_data") for target in targets.values()):
+        raise TypeError("net has arrays; expected Parameters")
     values = {name: value for name, value in parameter_dict.items() if not isinstance(value, str | list)}
     matches = {name: name for name in targets if name in values}
     missing = [name for name in targets if name not in values and not name.startswith("accu_grads")]
@@ -81,7 +82,8 @@ def load_param_into_net(
         mindspore.load_param_into_net(net, theirs, strict_load=True)
     else:
         for name, tensor in fitted.items():
-            _set(targets[name], tensor)
+            target = targets[name]
+            target.set_data(tensor if isinstance(target, Parameter) else as_mindspore(tensor), target.sliced)
     not_loaded = [name for name in missing if name not in matches]
     if not_loaded:
         _log.warning("%d parameters of the network are not loaded: %s", len(not_loaded), names(not_loaded))
@@ -134,7 +136,6 @@ def _fitted(name: str, target: Any, value: Any, strict_load: bool) -> Tensor:
             raise NetworkError(
                 f"parameter {name!r} has shape {shape} in the network and {tensor.shape} in the checkpoint",
                 code="wrong-shape",
-                hint="load the checkpoint of this network, and of this rank",
             )
         tensor = Tensor.from_numpy(tensor.array.reshape(shape))
     if tensor.dtype != dtype:
@@ -153,15 +154,3 @@ def _fitted(name: str, target: Any, value: Any, strict_load: bool) -> Tensor:
             )
         return converted
     return tensor
-
-
-def _set(target: Any, tensor: Tensor) -> None:
-    """Set the value of a network's parameter."""
-    if isinstance(target, Parameter):
-        target.set_data(tensor, target.sliced)
-    elif isinstance(target, Tensor):
-        target.array[...] = tensor.array
-    elif isinstance(target, np.ndarray):
-        target[...] = tensor.array
-    else:
-        target.set_data(as_mindspore(tensor))

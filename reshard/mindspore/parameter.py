@@ -156,9 +156,6 @@ class Tensor(NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"Tensor(shape={list(self.shape)}, dtype={_shown(self.dtype)}, value={self.array})"
 
-    def __str__(self) -> str:
-        return str(self.array)
-
 
 class Parameter(Tensor):
     """A tensor with a name, as checkpoints hold it.
@@ -245,8 +242,6 @@ class Parameter(Tensor):
             f"requires_grad={self.requires_grad})"
         )
 
-    __str__ = __repr__
-
 
 def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
     """Return an array in another dtype, if possible without a copy."""
@@ -262,9 +257,6 @@ def _shown(dtype: np.dtype[Any]) -> str:
 
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:
     """Return a dtype of numpy or MindSpore as numpy's, in the machine's byte order.
-
-    Raises:
-        TypeError: no checkpoint holds such elements.
 
     >>> numpy_dtype(">f4"), numpy_dtype(bfloat16)
     (dtype('float32'), dtype(bfloat16))
@@ -311,9 +303,7 @@ def as_parameter(value: Any, where: str) -> Parameter:
         return value
     name = getattr(value, "name", None)
     if not isinstance(name, str) or not hasattr(value, "asnumpy"):
-        raise TypeError(
-            f"{where} is {type(value).__name__}; expected a Parameter, here or MindSpore's, which has a name and data"
-        )
+        raise TypeError(f"{where} is {type(value).__name__}; expected a Parameter, here or MindSpore's")
     parameter = Parameter.over(as_tensor(value, name).array, name)
     parameter.requires_grad = bool(getattr(value, "requires_grad", True))
     parameter.layerwise_parallel = bool(getattr(value, "layerwise_parallel", False))

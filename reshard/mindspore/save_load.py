@@ -22,6 +22,7 @@ import numpy as np
 
 from reshard.core.model.entries import Content, wants
 from reshard.core.storage.cipher import Cipher
+from reshard.core.storage.crc import crc32, crc_of_range
 from reshard.core.storage.local import local_store
 from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError, UsageError, names
@@ -29,6 +30,7 @@ from reshard.kits.ckpt import MAP_PARAMETER, TRAILER, TRAILER_BYTES, map_paramet
 from reshard.kits.files import by_name, index_file
 from reshard.mindspore.network import load_param_into_net, parameters_of
 from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, dtype_of, is_array
+from reshard.mindspore.strategy import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -91,9 +93,14 @@ def load_checkpoint(
                 remove_redundancy, format,
             )  # fmt: skip
     selects = name_filter(specify_prefix, filter_prefix, choice_func)
-    cipher = cipher_of(dec_key, dec_mode, format, "dec")
-    path, store = _opened(ckpt_file_name, format, cipher)
-    loaded = load_files([path], store, selects, crc_check=crc_check)
+    cipher = cipher_of(dec_key, dec_mode, format)
+    path = path_of("ckpt_file_name", ckpt_file_name)
+    by_name(format)
+    if not path.name.endswith(format):
+        raise UsageError(f"format is {format!r}, and {path} does not end with it", code="wrong-extension")
+    if not path.exists():
+        raise SourceError(f"{path} does not exist", code="not-found")
+    loaded = load_files([path], cipher, selects, crc_check=crc_check)
     if net is not None:
         load_param_into_net(net, loaded, strict_load, remove_redundancy)
     return loaded
@@ -167,8 +174,12 @@ def save_checkpoint(
     >>> ms.load_checkpoint("one.ckpt")["w"].asnumpy()
     array([1., 2.], dtype=float32)
     """
-    path = _target_path(ckpt_file_name, format)
-    cipher = cipher_of(enc_key, enc_mode, format, "enc")
+    by_name(format)
+    path = os.path.realpath(path_of("ckpt_file_name", ckpt_file_name))
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"{path} is a directory; expected the name of a file")
+    path += "" if path.endswith(format) else f".{format}"
+    cipher = cipher_of(enc_key, enc_mode, format)
     values = _values_by_name(save_obj)
     saved = {name: value for name, value in values.items() if choice_func is None or choice_func(name)}
     saved.update(_appended(append_dict))
@@ -223,17 +234,6 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
         raise
 
 
-def _file_crc(path: str, nbytes: int, store: RangeStore) -> int:
-    """Return the CRC-32 of the first bytes of a file, which are read a few MB at a time."""
-    crc = 0
-    buffer = memoryview(bytearray(PIECE_BYTES))
-    for start in range(0, nbytes, PIECE_BYTES):
-        piece = buffer[: min(PIECE_BYTES, nbytes - start)]
-        store.read_into(path, start, piece)
-        crc = zlib.crc32(piece, crc)
-    return crc
-
-
 def _named_crc(tensors: Mapping[str, Tensor]) -> int:
     """Return the CRC-32 over names and contents in name order, as safetensors metadata have it.
 
@@ -254,30 +254,13 @@ def _named_crc(tensors: Mapping[str, Tensor]) -> int:
     return crc
 
 
-def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, RangeStore]:  # noqa: A002 -- as above
-    """Check the file's name, and return it with a store that reads it."""
-    by_name(format)
-    _expect("ckpt_file_name", file, (str, os.PathLike), TypeError)
-    path = os.fspath(file)  # type: ignore[call-overload]
-    if not path.endswith(format):
-        raise UsageError(
-            f"{path} does not end with {format!r}", code="wrong-extension", hint="give format= as its name ends"
-        )
-    if not Path(path).exists():
-        raise SourceError(f"{path} does not exist", code="not-found")
-    return os.path.realpath(path), local_store() if cipher is None else cipher.store()
-
-
 def load_files(
-    files: list[str], store: RangeStore, selects: Callable[[str], bool], *, crc_check: bool = False
+    files: list[Path], cipher: Cipher | None, selects: Callable[[str], bool], *, crc_check: bool = False
 ) -> dict[str, Any]:
-    """Load the entries of files whose names are selected, Parameters and text, as those of one file.
-
-    Raises:
-        ValueError: two files have different contents under one name, or nothing is left to load.
-    """
+    """Load the entries of files whose names are selected, Parameters and text, as those of one file."""
+    store = local_store() if cipher is None else cipher.store()
     loaded: dict[str, Any] = {}
-    for path in files:
+    for path in map(os.path.realpath, files):
         index = index_file(path, store=store)
         if index.deduplicated:
             _log.warning("%s: is one of a de-duplicated set; it lacks what other ranks store for this one", path)
@@ -290,13 +273,12 @@ def load_files(
             raise SourceError(
                 f"{names(map(repr, different))} of {path} differ from those of another file",
                 code="files-disagree",
-                facts=["expected parts of one checkpoint"],
                 hint="move away files of others, or choose with specify_prefix, filter_prefix or choice_func",
             )
         loaded |= part
     if not loaded:
         raise UsageError(
-            f"nothing is left to load of {names(files)}",
+            f"nothing is left to load of {names(map(str, files))}",
             code="no-tensors",
             hint="check filter_prefix, specify_prefix and choice_func",
         )
@@ -331,7 +313,7 @@ def _check_crc(path: str, index: FileIndex, store: RangeStore, entries: Mapping[
         _log.warning("%s: carries no CRC to check", path)
         return
     if index.format == "ckpt":
-        crc = _file_crc(path, store.size(path) - TRAILER_BYTES, store)
+        crc = crc_of_range(store, path, 0, store.size(path) - TRAILER_BYTES, crc32)
     else:
         crc = _named_crc({name: value for name, value in entries.items() if not isinstance(value, str)})
     if index.crc != crc:
@@ -340,19 +322,15 @@ def _check_crc(path: str, index: FileIndex, store: RangeStore, entries: Mapping[
         )
 
 
-def _prefixes(value: object, argument: str) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    prefixes = (value,) if isinstance(value, str) else value
-    if not isinstance(prefixes, list | tuple) or not all(isinstance(prefix, str) for prefix in prefixes):
-        raise TypeError(f"{argument} is {value!r:.60}; expected a string, or a list of strings")
-    if not prefixes or "" in prefixes:
+def _prefixes(value: Prefixes, argument: str) -> tuple[str, ...] | None:
+    prefixes = (value,) if isinstance(value, str) else None if value is None else tuple(value)
+    if prefixes is not None and (not prefixes or "" in prefixes):
         raise UsageError(f"{argument} is empty, or holds an empty string", code="empty-value")
-    return tuple(prefixes)
+    return prefixes
 
 
 def name_filter(
-    specify_prefix: object, filter_prefix: object, choice_func: Callable[[str], bool] | None
+    specify_prefix: Prefixes, filter_prefix: Prefixes, choice_func: Callable[[str], bool] | None
 ) -> Callable[[str], bool]:
     """Return a predicate on names; a prefix takes precedence over `choice_func`."""
     specified, filtered = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
@@ -361,33 +339,11 @@ def name_filter(
     return lambda name: name.startswith(specified or "") and not name.startswith(filtered or ())
 
 
-def cipher_of(key: object, mode: object, format: str, which: str) -> Cipher | None:  # noqa: A002 -- as above
-    """Return the cipher for a key, else None; `which` is `enc` or `dec`."""
-    _expect(f"{which}_key", key, (bytes, type(None)))
-    _expect(f"{which}_mode", mode, str)
-    if format == "safetensors" and (key is not None or mode != "AES-GCM"):
-        raise UsageError(
-            "safetensors files are not encrypted",
-            code="not-encryptable",
-            hint=f"leave {which}_key and {which}_mode out",
-        )
-    return Cipher(mode, key) if isinstance(key, bytes) and isinstance(mode, str) else None
-
-
-def _expect(argument: str, value: object, kinds: type | tuple[type, ...], error: type[Exception] = UsageError) -> None:
-    """Check an argument's type; MindSpore raises ValueError for most, TypeError for some."""
-    if not isinstance(value, kinds):
-        expected = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise error(f"{argument} is a {type(value).__name__}; expected {expected}")
-
-
-def _target_path(ckpt_file_name: object, format: str) -> str:  # noqa: A002 -- as above
-    by_name(format)
-    _expect("ckpt_file_name", ckpt_file_name, (str, os.PathLike), TypeError)
-    path: str = os.path.realpath(ckpt_file_name)  # type: ignore[call-overload]
-    if Path(path).is_dir():
-        raise IsADirectoryError(f"{path} is a directory; expected the name of a file")
-    return path if path.endswith(format) else f"{path}.{format}"
+def cipher_of(key: bytes | None, mode: str, format: str) -> Cipher | None:  # noqa: A002 -- as above
+    """Return the cipher for a key, else None."""
+    if key is not None and format == "safetensors":
+        raise UsageError("safetensors files are not encrypted", code="not-encryptable", hint="leave the key out")
+    return None if key is None else Cipher(mode, key)
 
 
 def _values_by_name(save_obj: Any) -> dict[str, Any]:
@@ -401,8 +357,6 @@ def _values_by_name(save_obj: Any) -> dict[str, Any]:
         else:
             parameter = as_parameter(item, f"save_obj[{number}]")
             values[parameter.name] = parameter
-    for name in values:
-        _expect(f"the name {name!r}", name, str, TypeError)
     return values
 
 
@@ -411,9 +365,7 @@ def _appended(append_dict: Mapping[str, Any] | None) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for name, value in (append_dict or {}).items():
         if not (isinstance(value, int | float | str) or is_array(value)):
-            raise TypeError(
-                f"append_dict[{name!r}] is a {type(value).__name__}; expected a number, text or a Parameter"
-            )
+            raise TypeError(f"append_dict[{name!r}] is a {type(value).__name__}; expected a number or a Parameter")
         if name != "__exception_save__":  # MindSpore's own marker between its parts
             entries[name] = value if isinstance(value, str) else Tensor(value)
     return entries

@@ -58,13 +58,9 @@ def merge_sliced_parameter(sliced_parameters: list[Any], strategy: Mapping[str, 
     if not strategy:
         merged = np.concatenate(slices)
     elif not isinstance(strategy, Mapping):
-        raise TypeError(
-            f"strategy is {type(strategy).__name__}; expected the dict that build_searched_strategy returns"
-        )
+        raise TypeError(f"strategy is a {type(strategy).__name__}; expected a dict of layouts")
     elif first.name not in strategy:
-        raise KeyError(
-            f"parameter {first.name!r} is not in the strategy; to join its slices along axis 0 give no strategy"
-        )
+        raise KeyError(f"parameter {first.name!r} is not in the strategy")
     else:
         try:
             merged = _merged(slices, layout_of(strategy[first.name]))

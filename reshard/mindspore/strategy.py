@@ -107,9 +107,7 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
     try:
         message.ParseFromString(read_small(path, "group info file", 1 << 26, StrategyError))
     except (DecodeError, UnicodeDecodeError) as error:
-        raise StrategyError(
-            f"{path} is not a group info file", code="not-a-group-info-file", facts=[str(error)]
-        ) from None
+        raise StrategyError(f"{path} is not a group info file: {error}", code="not-a-group-info-file") from None
     if not message.HasField("ckpt_restore_rank_list"):
         raise StrategyError(f"{path} has no ckpt_restore_rank_list", code="not-a-group-info-file")
     return list(message.ckpt_restore_rank_list.dim)
@@ -120,10 +118,9 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
 
     Args:
         layout_obj: a strategy file, protobuf or JSON, or a directory of the files of a pipeline's ranks; a dict by name
-            of the values of `build_searched_strategy`, of `Layout`, or of MindSpore's `parameter_layout_dict` (with
-            slice shape and full shape of a parameter with an optimizer group, which give the number of pieces); or a
-            network (anything with `parameters_and_names`), whose `parameter_layout_dict` is read if it was compiled in
-            parallel; every process has other parameters whole.
+            of the values of `build_searched_strategy`, of `Layout`, or of MindSpore's `parameter_layout_dict`; or a
+            network, whose `parameter_layout_dict` is read if it was compiled in parallel; every process has other
+            parameters whole.
         initial_rank: the first rank of the stage. By default the first of this process's stage. For a merged file it is
             the first rank of stage 0, by default 0, and every stage has its own ranks.
 
@@ -143,10 +140,7 @@ def get_parameter_redundancy(layout_obj: Any, initial_rank: int | None = None) -
         whole = Layout.of([get_group_size()], [-1])
         layout_obj = {p.name: compiled.get(p.name, whole) for _, p in layout_obj.parameters_and_names()}
     if not isinstance(layout_obj, Mapping):
-        raise TypeError(
-            f"layout_obj is {type(layout_obj).__name__}; expected the name of a strategy file, a dict of layouts or a "
-            "network"
-        )
+        raise TypeError(f"layout_obj is {type(layout_obj).__name__}; expected a strategy file, layouts or a network")
     staged = merged_names(layout_obj)
     groups_by_name = {}
     for name in sorted(layout_obj):
@@ -227,24 +221,13 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: Path
 
 
 def layout_of(value: Any) -> Layout:
-    """Convert a layout in MindSpore's terms to the core's.
-
-    Args:
-        value: a value of `build_searched_strategy`, here or MindSpore's, or the core's `Layout`.
-
-    Raises:
-        ValueError: it is of another type, or contradicts itself.
-    """
+    """Return the layout of a value of `build_searched_strategy`, here or MindSpore's, or the core's `Layout`."""
     if isinstance(value, Layout):
         return value
     try:
         return layout_of_message(value)
     except (AttributeError, TypeError) as error:
-        raise StrategyError(
-            f"a layout is {type(value).__name__} {value!r:.60}, which lacks what a value of "
-            f"build_searched_strategy has ({error})",
-            code="wrong-type",
-        ) from None
+        raise StrategyError(f"a layout is {type(value).__name__} {value!r:.60}; {error}", code="wrong-type") from None
 
 
 def any_layout(value: Any) -> Layout:
@@ -267,7 +250,6 @@ def any_layout(value: Any) -> Layout:
             f"its layout names the optimizer's group {group!r}; slice shape {slice_shape} and full shape {full_shape} "
             "do not give the number of its pieces",
             code="unknown-count",
-            hint="give the strategy file instead",
         )
     return replace(layout, opt_weight_shard_size=pieces)
 

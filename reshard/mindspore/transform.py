@@ -1,7 +1,5 @@
 """`transform_checkpoints` and related functions: transform a checkpoint from one sharding strategy to another.
 
-Bytes are moved a few MB at a time (`reshard.plan`); no rank's file and no tensor is in memory as a whole.
-
 Source: MindSpore 2.10 `parallel/checkpoint_transform.py`, `parallel/transform_safetensors.py`.
 """
 
@@ -10,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.storage.local import local_store
 from reshard.errors import SourceError
 from reshard.formats.open import open as open_source
 from reshard.formats.ranks.options import RankFiles
@@ -148,10 +145,7 @@ def rank_list_for_transform(
 
     Files of these ranks have all tensors that both strategies name.
 
-    Args:
-        rank_id: the target rank.
-        src_strategy_file: as for `transform_checkpoints`.
-        dst_strategy_file: the target's strategy; None for whole tensors.
+    The arguments are those of `transform_checkpoint_by_rank`.
 
     Returns:
         source ranks, descending; `[0]` without a source strategy.
@@ -207,9 +201,8 @@ def load_segmented_checkpoints(
     if not files:
         raise SourceError(f"{directory} has no .ckpt or .safetensors files", code="no-checkpoint")
     selects = name_filter(specify_prefix, filter_prefix, choice_func)
-    cipher = cipher_of(dec_key, dec_mode, "ckpt", "dec")
-    store = local_store() if cipher is None else cipher.store()
-    loaded = load_files([str(file) for file in files if file.stat().st_size], store, selects)
+    cipher = cipher_of(dec_key, dec_mode, "ckpt")
+    loaded = load_files([file for file in files if file.stat().st_size], cipher, selects)
     if net is not None:
         load_param_into_net(net, loaded, strict_load)
     return loaded

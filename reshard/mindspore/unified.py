@@ -1,7 +1,6 @@
 """`unified_safetensors` and `load_distributed_checkpoint`: write whole tensors into a few files, and slice them again.
 
-Whole tensors are written in streams, so a tensor may be larger than memory. Either kind of unified directory is read,
-MindSpore's or Hugging Face's, or one of a single file.
+Either kind of unified directory is read, MindSpore's or Hugging Face's, or one of a single file.
 
 Source: MindSpore 2.10 `parallel/transform_safetensors.py`, `parallel/checkpoint_transform.py`.
 """
@@ -101,7 +100,9 @@ def unified_safetensors(
     source_dir = directory_of("src_dir", src_dir)
     target_dir = directory_of("dst_dir", dst_dir, exists=False)
     threads = min(thread_count("max_process_num", max_process_num), THREADS)
-    process, processes = _share(split_dst_file)
+    process, processes = split_dst_file or (1, 1)
+    if not 1 <= process <= processes:
+        raise UsageError(f"split_dst_file is {split_dst_file}; expected (number, count)", code="out-of-range")
     source = open_ranks(source_dir, strategy_of("src_strategy_file", src_strategy_file), stage=None, suffix=file_suffix)
     check_model(source, None)
     new_names = _chosen(source, choice_func)
@@ -137,15 +138,10 @@ def load_distributed_checkpoint(
 ) -> bool | tuple[list[str], list[str]] | dict[str, Any]:
     """Slice the tensors of a unified directory or of other ranks for the ranks of a strategy.
 
-    With `format="safetensors"` the source is a unified directory:
-
-    * without a network, files `rank_<r>/net.<output_format>` are written, for one rank or for all;
-    * with a network, the slices of this process's rank (`get_rank`) are loaded into it.
-
-    With `format="ckpt"` the source is the files of all ranks of `train_strategy_filename`, and a network is needed.
-
-    Tensors of the parts that `predict_strategy` does not name are left out and logged; hyper-parameters are copied to
-    every rank.
+    With a network, the slices of this process's rank (`get_rank`) are loaded into it; with `format="ckpt"` from the
+    files of all ranks of `train_strategy_filename`, else from a unified directory. Without a network, files
+    `rank_<r>/net.<output_format>` are written from a unified directory. Tensors of its parts that `predict_strategy`
+    does not name are left out and logged; hyper-parameters are copied to every rank.
 
     Args:
         network: a network as for `load_param_into_net`, or None to write files.
@@ -155,13 +151,12 @@ def load_distributed_checkpoint(
         strict_load: as for `load_param_into_net`.
         dec_key: the key of encrypted files (format `ckpt`).
         dec_mode: their cipher.
-        format: the kind of source, as above. The content of the files decides how they are read.
+        format: the kind of source. The content of the files decides how they are read.
         unified_safetensors_dir: the unified directory (format `safetensors`).
         dst_safetensors_dir: the directory for the results.
         rank_id: write this rank only.
         output_format: the format of the files that are written.
-        name_map: name in the network (and in `predict_strategy`) to name in the files: the other way round than the map
-            of `ckpt_to_safetensors`. All apply at once; optimizer states follow their weights.
+        name_map: name in the network (and in `predict_strategy`) to name in the files; optimizer states follow.
         max_process_num: the most threads; at most four are used.
         return_param_dict: with a network, return the parameters by name, and load nothing.
 
@@ -191,7 +186,7 @@ def load_distributed_checkpoint(
         if network is None:
             raise TypeError("network is None; format='ckpt' needs it (to write files: transform_checkpoints)")
         before = strategy_of("train_strategy_filename", train_strategy_filename)
-        source = _opened_ranks(checkpoint_filenames, before, cipher_of(dec_key, dec_mode, format, "dec"))
+        source = _opened_ranks(checkpoint_filenames, before, cipher_of(dec_key, dec_mode, format))
     else:
         source = _opened_set(directory_of("unified_safetensors_dir", unified_safetensors_dir))
     new_names = _renamed(source, name_map)
@@ -213,16 +208,6 @@ def load_distributed_checkpoint(
     if format == "ckpt":
         return True
     return not_loaded, unused + [new for old, new in new_names.items() if old not in loadable]
-
-
-def _share(split_dst_file: Sequence[int]) -> tuple[int, int]:
-    """Return the number of this process, and the count of processes."""
-    if not split_dst_file:
-        return 1, 1
-    process, processes = (number_of("a number of split_dst_file", number, 1) for number in split_dst_file)
-    if process > processes:
-        raise UsageError(f"split_dst_file is {split_dst_file}; expected a number up to the count", code="out-of-range")
-    return process, processes
 
 
 def _chosen(source: Checkpoint, choice_func: Callable[[str], bool | str] | None) -> dict[str, str]:

@@ -25,7 +25,7 @@ from refusals import refused
 
 import reshard.mindspore as ms
 from reshard.errors import SourceError
-from reshard.mindspore import Parameter, Tensor
+from reshard.mindspore import Parameter
 from reshard.mindspore.network import NetworkError
 
 
@@ -116,10 +116,10 @@ def test_a_file_in_memory_is_loaded(file: str) -> None:
         (ValueError, "wrong-extension", "x.ckpt", {"format": "safetensors"}),
         (ValueError, "unknown-format", "'zarr'", {"format": "zarr"}),
         (TypeError, "", "ckpt_file_name", {"ckpt_file_name": 3}),
-        (TypeError, "", "filter_prefix", {"filter_prefix": 3}),
+        (TypeError, "", "int", {"filter_prefix": 3}),
         (ValueError, "empty-value", "filter_prefix", {"filter_prefix": []}),
         (ValueError, "no-tensors", "x.ckpt", {"specify_prefix": "nothing"}),
-        (ValueError, "usage", "dec_key", {"dec_key": "text"}),
+        (ValueError, "bad-key", "key", {"dec_key": "text"}),
         (ValueError, "not-encrypted", "x.ckpt", {"dec_key": KEY}),  # the file is not encrypted
         (TypeError, "", "net is", {"net": 3}),
     ],
@@ -137,7 +137,7 @@ def test_an_encrypted_file_without_a_key_says_so(recorded: Path) -> None:
         ms.load_checkpoint(str(recorded / "aes-gcm.ckpt"))
     with refused(ValueError, "wrong-mode", "AES-GCM", "AES-CBC"):
         ms.load_checkpoint(str(recorded / "aes-gcm.ckpt"), dec_key=KEY, dec_mode="AES-CBC")
-    with refused(ValueError, "not-encryptable", "dec_key"):
+    with refused(ValueError, "not-encryptable"):
         ms.load_checkpoint(str(recorded / "crc.safetensors"), dec_key=KEY, format="safetensors")
 
 
@@ -182,9 +182,9 @@ def test_loading_in_a_thread(file: str, tmp_path: Path) -> None:
 
 
 def test_loading_into_a_network(file: str) -> None:
-    net = {"conv1.w": np.ones(2, np.float32), "other": np.zeros(1, np.float32)}
+    net = Net(**{"conv1.w": [1, 1], "other": [0]})
     ms.load_checkpoint(file, net)
-    assert net["conv1.w"].tolist() == [0, 0]
+    assert net.values()["conv1.w"] == [0, 0]
 
 
 # --- load_param_into_net ---
@@ -237,11 +237,11 @@ def test_of_longer_names_the_weights_are_taken_not_the_states() -> None:
 
 
 def test_integers_that_do_not_fit_are_not_made_others() -> None:
-    net = {"i": np.zeros(2, np.int8)}
+    net = {"i": parameter([0, 0], "i", "int8")}
     with refused(NetworkError, "out-of-range", "'i'", "int8"):
         ms.load_param_into_net(net, {"i": np.array([300, 1])})
     ms.load_param_into_net(net, {"i": np.array([-128, 127])})
-    assert net["i"].tolist() == [-128, 127]
+    assert net["i"].asnumpy().tolist() == [-128, 127]
 
 
 def test_gradient_accumulators_are_not_listed() -> None:
@@ -277,17 +277,9 @@ def test_floats_are_converted_unless_strict(dtype: str, caplog: pytest.LogCaptur
 def test_integers_do_not_become_floats() -> None:
     with refused(NetworkError, "wrong-dtype", "'w'", "float32", "int32"):
         ms.load_param_into_net(Net(w=[0, 0]), {"w": parameter([1, 2], dtype="int32")})
-    net = {"w": np.zeros(2, np.int8)}
+    net = {"w": parameter([0, 0], dtype="int8")}
     ms.load_param_into_net(net, {"w": parameter([1, 2], dtype="int64")})
-    assert net["w"].tolist() == [1, 2]
-
-
-def test_a_mapping_of_arrays_is_written_in_place() -> None:
-    array, tensor = np.zeros(2, np.float32), Tensor(np.zeros(2, np.float32))
-    assert ms.load_param_into_net({"a": array, "t": tensor}, {"a": np.ones(2, np.float32), "t": parameter([2, 2])}) == (
-        [], [],
-    )  # fmt: skip
-    assert (array.tolist(), tensor.asnumpy().tolist()) == ([1, 1], [2, 2])
+    assert net["w"].asnumpy().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +287,8 @@ def test_a_mapping_of_arrays_is_written_in_place() -> None:
     [
         (TypeError, "", "net is", (3, {})),
         (TypeError, "", "parameter_dict", ({}, [])),
-        (TypeError, "", "'w'", ({"w": np.zeros(1)}, {"w": object()})),
+        (TypeError, "", "'w'", ({"w": parameter([0])}, {"w": object()})),
+        (TypeError, "", "net has arrays", ({"w": np.zeros(1)}, {"w": parameter([1])})),
     ],
 )
 def test_wrong_arguments_to_load_into_raise_what_mindspore_raises(
