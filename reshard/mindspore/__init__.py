@@ -5,9 +5,8 @@ MindSpore's fail or are silently wrong: docs/guides/mindspore-script.md lists al
 make sense on a device are accepted and explained.
 
 If MindSpore is installed, the functions take its own objects wherever they take ours: Tensors, Parameters, dicts and
-lists of them, Cells, dtypes, layouts. They return ours, which MindSpore does not take; `load_param_into_net` here loads
-them into a Cell, and `mindspore.Parameter(mindspore.Tensor(p.asnumpy()), name=p.name)` converts one, bfloat16
-included (of Int4, `mindspore.Tensor(p.asnumpy(), dtype=mindspore.qint4x2)`).
+lists of them, Cells, dtypes, layouts. They return ours, which MindSpore does not take: `load_param_into_net` loads them
+into a Cell, and `mindspore.Tensor(p.asnumpy())` converts one (of Int4 with `dtype=mindspore.qint4x2`).
 
 >>> import reshard.mindspore as ms
 >>> ms.Parameter(ms.Tensor([[1.0, 2.0]]), "weight")
@@ -27,9 +26,8 @@ Arguments that several functions have:
 Existing target files are replaced. Errors that several functions raise:
 
 * TypeError: an argument of the wrong type. NotADirectoryError: a directory is none.
-* ValueError (a `SourceError`, `StrategyError` or `UsageError`): a file that is missing, empty or corrupt, files that
-  contradict the strategy, a strategy that cannot be read or is of another model, a file that is encrypted, or with
-  another key.
+* ValueError (a `SourceError`, `StrategyError` or `UsageError`): a missing or corrupt file, files that contradict the
+  strategy, a strategy that cannot be read or is of another model, an encrypted file without its key.
 * TargetError: a target file would be one of the source files.
 """
 

@@ -27,6 +27,7 @@ from reshard.strategy.names import ranks_text
 from reshard.strategy.strategy import Strategy, merged_names
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from reshard.core.layout.layout import Layout
@@ -52,8 +53,6 @@ def strategy_of(argument: str, value: StrategyLike | None) -> Strategy | None:
         return value
     if not isinstance(value, Mapping):
         return read_strategy(path_of(argument, value))
-    if not value:
-        raise StrategyError(f"{argument} names no parameter", code="no-tensors")
     staged = merged_names(value)
     layouts: dict[str, dict[int, Layout]] = {}
     for name, layout in value.items():
@@ -146,34 +145,44 @@ def planned(
 ) -> Plan:
     """Plan a conversion to all target ranks, or one. Tensors that one strategy lacks are left out, and logged.
 
-    A tensor that is in no file is an error if it may be in that of a rank which is missing.
     `new_names` has the tensors to convert, by default all. The options are those of `reshard.plan`.
     """
-    strategy, target = source.strategy, after
-    if after and strategy and rank is not None and rank in after.ranks and len(after.stages) > 1:
+    target, one_stage = after, source.opening.stage is not None
+    if after and source.strategy and rank is not None and rank in after.ranks and len(after.stages) > 1:
         target = after.of_stage(after.stage_of(rank))  # tensors of other stages are not missing
     result = plan(
         source if new_names is None else source.without(source.tensors.keys() - new_names.keys()),
         target,
         ranks=None if rank is None or after is None else [rank],
-        stage=after.stages.start if after and after.others and source.opening.stage is not None else None,
+        stage=after.stages.start if after and after.others and one_stage else None,
         selection=Selection(name_map=new_names or {}, drop="*", allow_missing="*"),
         **options,
     )
-    expected = strategy.tensors if strategy and source.opening.stage is not None else result.missing
+    expected = source.strategy.tensors if source.strategy and one_stage else result.missing
     missing = [name for name in result.missing if name in expected]  # other stages have the rest
-    if strategy and (absent := {*strategy.ranks} - {*source.ranks}):
-        once, stages = is_deduplicated(source), {strategy.stage_of(rank) for rank in source.ranks}
-        own = [name for name in missing if name in strategy.tensors]
-        lost = [name for name in own if once or stages.isdisjoint(strategy.stages_of(name))]
-        if lost:
-            raise SourceError(
-                f"no file of {source.root} has {names(lost)}",
-                code="missing-ranks",
-                facts=[f"source {ranks_text(absent)} may have them, and have no file"],
-            )
+    if source.strategy:
+        _refuse_lost(source, source.strategy, missing)
     dropped = [name for name in result.dropped if after is None or name not in after.tensors]
-    for warning in result.warnings:
+    _log_left_out(source, result.warnings, dropped, missing)
+    return result
+
+
+def _refuse_lost(source: Checkpoint, strategy: Strategy, missing: list[str]) -> None:
+    """Refuse to lose tensors that may be in the missing file of a rank."""
+    absent = {*strategy.ranks} - {*source.ranks}
+    once, stages = is_deduplicated(source), {strategy.stage_of(rank) for rank in source.ranks}
+    own = [name for name in missing if name in strategy.tensors]
+    lost = [name for name in own if once or stages.isdisjoint(strategy.stages_of(name))]
+    if absent and lost:
+        raise SourceError(
+            f"no file of {source.root} has {names(lost)}",
+            code="missing-ranks",
+            facts=[f"source {ranks_text(absent)} may have them, and have no file"],
+        )
+
+
+def _log_left_out(source: Checkpoint, warnings: Iterable[str], dropped: list[str], missing: list[str]) -> None:
+    for warning in warnings:
         _log.warning("%s: %s", source.root, warning)
     for tensors, reason in (
         (dropped, "the target strategy does not name it"),
@@ -181,7 +190,6 @@ def planned(
     ):
         if tensors:
             _log.warning("%s: left out, as %s: %s", source.root, reason, names(tensors, most=20))
-    return result
 
 
 def carry_out(result: Plan, target: Path, threads: int | None = None) -> None:

@@ -30,10 +30,7 @@ def init(backend_name: str | None = None) -> None:
 
 
 def get_rank(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- MindSpore's signature
-    """Return the rank of this process, as the launcher set it; 0 without a launcher.
-
-    Args:
-        group: accepted; there is one group, of all processes.
+    """Return the rank of this process, as the launcher set it; 0 without a launcher. There is one group.
 
     Raises:
         UsageError: the environment variable is not a number.
@@ -46,8 +43,6 @@ def get_rank(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- MindSpo
 
 def get_group_size(group: str = "hccl_world_group") -> int:  # noqa: ARG001 -- MindSpore's signature
     """Return the number of processes, as the launcher set it; 1 without a launcher.
-
-    Arguments and errors: as for `get_rank`.
 
     >>> ms.get_group_size()
     1

@@ -13,7 +13,6 @@ __all__ = [
 
 GRAPH_MODE = 0
 PYNATIVE_MODE = 1
-"""Values of `mode` in a script's set-up lines."""
 
 
 class ParallelMode:

@@ -38,13 +38,11 @@ def ckpt_to_safetensors(
 ) -> None:
     """Convert `.ckpt` files to safetensors.
 
-    The files of a call get their names when all are complete. Text entries are kept in the metadata, from which
-    `safetensors_to_ckpt` and `load_checkpoint` restore them; the CRC of a file is dropped, as by MindSpore.
+    Text entries are kept in the metadata, from which they are loaded. The CRC of a file is dropped, as by MindSpore.
 
     Args:
         file_path: a `.ckpt` file, or a directory whose `rank*` directories hold some.
-        save_path: the directory for the results; by default they are written next to the sources. If the source is a
-            directory, the rank directories are created below it.
+        save_path: the directory for the results, or for their rank directories; by default that of the sources.
         name_map: old name to new name; all apply at once. (`load_distributed_checkpoint` has it the other way round.)
         file_name_regex: convert only files whose names contain a match.
         processes_num: the number of threads.
@@ -69,9 +67,6 @@ def safetensors_to_ckpt(
     """Convert safetensors files to `.ckpt`, tensors in the order of their old names, as MindSpore does.
 
     Arguments and errors: as for `ckpt_to_safetensors`. A `.ckpt` file has no place for metadata.
-
-    Raises:
-        ValueError: also if MindSpore lacks the dtype of a tensor.
 
     >>> ms.ckpt_to_safetensors("src_checkpoints", "converted")
     >>> ms.safetensors_to_ckpt("converted", "back")

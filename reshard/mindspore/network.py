@@ -76,14 +76,7 @@ def load_param_into_net(
     if not strict_load:
         matches |= _by_suffix(missing, values)
     fitted = {name: _fitted(name, targets[name], values[source], strict_load) for name, source in matches.items()}
-    mindspore: Any = sys.modules.get("mindspore")
-    if mindspore is not None and isinstance(net, mindspore.nn.Cell):
-        theirs = {name: mindspore.Parameter(as_mindspore(tensor), name=name) for name, tensor in fitted.items()}
-        mindspore.load_param_into_net(net, theirs, strict_load=True)
-    else:
-        for name, tensor in fitted.items():
-            target = targets[name]
-            target.set_data(tensor if isinstance(target, Parameter) else as_mindspore(tensor), target.sliced)
+    _set(net, targets, fitted)
     not_loaded = [name for name in missing if name not in matches]
     if not_loaded:
         _log.warning("%d parameters of the network are not loaded: %s", len(not_loaded), names(not_loaded))
@@ -103,10 +96,7 @@ def parameters_of(net: Any, argument: str) -> dict[str, Any]:
 
 
 def _by_suffix(missing: Collection[str], values: Iterable[str]) -> dict[str, str]:
-    """Match missing names with longer ones of the checkpoint; return the checkpoint's name of each.
-
-    Of several the shortest is taken if the others end with it, as `moment1.net.weight` ends with `net.weight`.
-    """
+    """Return longer names of the checkpoint for missing ones; of several the shortest, if the others end with it."""
     wanted = set(missing)
     candidates: dict[str, list[str]] = defaultdict(list)
     for longer in values:
@@ -154,3 +144,15 @@ def _fitted(name: str, target: Any, value: Any, strict_load: bool) -> Tensor:
             )
         return converted
     return tensor
+
+
+def _set(net: Any, targets: Mapping[str, Any], fitted: Mapping[str, Tensor]) -> None:
+    """Set the values of a network's parameters."""
+    mindspore: Any = sys.modules.get("mindspore")
+    if mindspore is not None and isinstance(net, mindspore.nn.Cell):
+        theirs = {name: mindspore.Parameter(as_mindspore(tensor), name=name) for name, tensor in fitted.items()}
+        mindspore.load_param_into_net(net, theirs, strict_load=True)
+    else:
+        for name, tensor in fitted.items():
+            target = targets[name]
+            target.set_data(tensor if isinstance(target, Parameter) else as_mindspore(tensor), target.sliced)

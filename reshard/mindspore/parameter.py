@@ -1,13 +1,8 @@
 """`Tensor` and `Parameter`: numpy arrays with MindSpore's methods.
 
-A checkpoint script handles parameters by `name`, `data`, `asnumpy()` and `set_data()`; these classes have little more.
-
-Dtypes are numpy's (bfloat16 and float8 those of ml_dtypes), also under MindSpore's names: `float32`, `bfloat16`,
-`bool_` and so on are numpy dtypes. So a bfloat16 tensor goes to numpy and back as it is, and `str(tensor.dtype)` is
-`float32`, where MindSpore prints `Float32`.
-
-MindSpore's own tensors are taken without importing it. Their dtype is read from the tensor, not from its numpy array:
-`Int4` comes as int8, and bfloat16 and float8 as dtypes that neither ml_dtypes nor numpy's casts know.
+Dtypes are numpy's (bfloat16 and float8 those of ml_dtypes) under MindSpore's names, so that a bfloat16 tensor goes to
+numpy and back as it is. The dtype of MindSpore's own tensors is not read from their numpy arrays: `Int4` comes as int8,
+and bfloat16 and float8 as dtypes that ml_dtypes does not know.
 
 Source: MindSpore 2.10 `common/tensor.py` (`asnumpy`), `common/parameter.py`, `common/dtype.py`.
 """
@@ -63,8 +58,8 @@ class Tensor(NDArrayOperatorsMixin):
     Args:
         input_data: an array, a Tensor (ours or MindSpore's), a number, or nested lists of numbers. Arrays are copied,
             as MindSpore does.
-        dtype: the dtype to convert to: one of this module, of MindSpore, or anything that numpy accepts as one. By
-            default the array's; for plain numbers int64 for integers and float32 for floats, as in MindSpore.
+        dtype: the dtype to convert to, of numpy or MindSpore. By default the array's; for plain numbers int64 or
+            float32, as in MindSpore.
 
     Attributes:
         array: the elements, row-major in the machine's byte order; Int4 as ml_dtypes' int4.

@@ -162,8 +162,7 @@ def save_checkpoint(
         choice_func: a function of a name of `save_obj` that returns whether to save it.
         crc_check: store the CRC-32 of the contents in the file.
         format: `ckpt` or `safetensors`.
-        kwargs: `remove_redundancy` (a bool) marks a safetensors file as de-duplicated or not; others are accepted: they
-            are for map parameters and a store that only devices have.
+        kwargs: `remove_redundancy` (a bool) marks a safetensors file as de-duplicated or not; others are accepted.
 
     Raises:
         TypeError: a value that a checkpoint cannot hold.
@@ -237,9 +236,8 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
 def _named_crc(tensors: Mapping[str, Tensor]) -> int:
     """Return the CRC-32 over names and contents in name order, as safetensors metadata have it.
 
-    MindSpore has Python make bytes of every array. An integer array without dimensions becomes as many zeros as its
-    value says (`bytes(np.array(5))` is five zeros), and MindSpore's CRC covers those. It compares the same when it
-    loads, so files for it must carry this CRC. Of a negative number Python makes no zeros: its own bytes count.
+    MindSpore has Python make bytes of every array: of an integer without dimensions as many zeros as its value says
+    (`bytes(np.array(5))` is five zeros). It compares the same when it loads, so files for it must carry this CRC.
     """
     crc = 0
     for name, tensor in sorted(tensors.items()):

@@ -1,8 +1,5 @@
 """`merge_sliced_parameter`: join the slices of a parameter from all ranks, by hand (the r1.5 flow).
 
-The layout says which block of the whole each rank holds, optimizer sharding and nested entries included
-(`reshard.core.layout`); ranks that hold the same block must hold the same bits.
-
 Source: MindSpore 2.10 `parallel/checkpoint_transform.py` (`merge_sliced_parameter`), `parallel/_tensor.py`.
 """
 

@@ -39,10 +39,6 @@ def merge_pipeline_strategys(src_strategy_dirs: PathLike, dst_strategy_file: Pat
     Every stage from 0 on must be there, once or from several ranks that agree. The names get their stage,
     `<stage>-<name>`, even if there is only one. The file is JSON if its name ends with `.json`, else protobuf.
 
-    Args:
-        src_strategy_dirs: the directory of strategy files, at least one of each stage.
-        dst_strategy_file: the file to write; its directory is created.
-
     Raises:
         ValueError: a stage is missing, or ranks disagree.
 
@@ -88,9 +84,6 @@ def restore_group_info_list(group_info_file_name: PathLike) -> list[int]:
     """Return the ranks whose checkpoints equal those of the rank that saved a group info file.
 
     MindSpore writes such a file to the path in the environment variable GROUP_INFO_FILE.
-
-    Args:
-        group_info_file_name: the file.
 
     Raises:
         ValueError: the file is missing, or lists no ranks.
@@ -189,9 +182,8 @@ def remove_param_redundancy(
 def get_ckpt_path_with_strategy(cur_ckpt_path: PathLike, cur_strategy_path: PathLike) -> str | None:
     """Find a checkpoint file for this process's rank: its own, or one of a rank with the same blocks.
 
-    The numbers of other ranks replace `rank_<r>` in the path, ascending; a path without it is returned itself if it
-    exists. The rank is this process's (`get_rank`). A rank counts as equal only if it has the same block of
-    every parameter but `accu_grads*` and `inputs*`.
+    The numbers of other ranks replace `rank_<r>` in the path, ascending; a path without it is returned if it exists. A
+    rank counts as equal if it has the same block of every parameter but `accu_grads*` and `inputs*`.
 
     Args:
         cur_ckpt_path: the file that this rank needs.

@@ -52,14 +52,13 @@ def transform_checkpoints(
     """Transform a checkpoint from a source sharding strategy to a target sharding strategy.
 
     Target files are `rank_<r>/<ckpt_prefix><r>.<ext>`. If the source is one stage of a pipeline they are
-    `rank_<r>/<ckpt_prefix><r>_part<stage>.<ext>`, so that all stages can go to one target, one after the other, which
-    `load_segmented_checkpoints` reads. The source is one stage if its strategy file says so (stage 1 and higher), if
-    the directory has the ranks of further stages, or, by MindSpore's rule for `.ckpt` files, if both strategies have
-    one stage and the source's names (but for accu_grads, adam_m and adam_v) are only some of the target's.
+    `rank_<r>/<ckpt_prefix><r>_part<stage>.<ext>`, for `load_segmented_checkpoints`. It is one stage if its strategy
+    file says so (stage 1 and higher), if the directory has the ranks of further stages, or, for `.ckpt` files, if both
+    strategies have one stage and the source's names (but for some states) are only some of the target's.
 
     Args:
         src_checkpoints_dir: the directory, with files such as `rank_0/a.ckpt` in it, or a unified set. Of several files
-            in a rank directory, those of the newest step that every rank has are read; an ambiguous choice is an error.
+            in a rank directory, those of the newest step that every rank has are read.
         dst_checkpoints_dir: the directory for the results; it is created.
         ckpt_prefix: the beginning of the target files' names.
         src_strategy_file: the source's strategy; None if every source rank holds whole tensors.

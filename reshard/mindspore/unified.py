@@ -75,8 +75,7 @@ def unified_safetensors(
 
     Args:
         src_dir: the directory of rank directories, of `.ckpt` files too.
-        src_strategy_file: the source's strategy, of a pipeline merged or a directory; None if every source rank holds
-            whole tensors.
+        src_strategy_file: the source's strategy; None if every source rank holds whole tensors.
         dst_dir: the directory for the results; it is created.
         merge_with_redundancy: accepted. It tells MindSpore whether every replica is stored; here the files tell.
         file_suffix: read the files whose names end with this, if a rank has several.
@@ -114,8 +113,7 @@ def unified_safetensors(
     files = share_of(MindSporeSet(PART_BYTES).shard_files(stored, ".safetensors"), process, processes)
     mine = {name: new for name, new in new_names.items() if files.has(new)}
     if not mine:
-        _log.info("%s: nothing is left to write for process %d of %d", target_dir, process, processes)
-        return
+        return  # there are more processes than parts
     carry_out(planned(source, None, mine, format="safetensors", files=files), target_dir, threads)
 
 
@@ -237,10 +235,7 @@ def _renamed(source: Checkpoint, name_map: Mapping[str, str] | None) -> dict[str
 
 
 def _opened_set(directory: Path) -> Checkpoint:
-    """Open a directory of whole tensors.
-
-    Those in files of hyper-parameters are copied to ranks whose strategy does not name them; others are left out.
-    """
+    """Open whole tensors; ranks whose strategy does not name them get copies of hyper-parameters, and no others."""
     source = open_source(directory)
     tensors = {}
     for name, tensor in source.tensors.items():
@@ -272,6 +267,6 @@ def _parameters(result: Plan, rank: int, threads: int) -> dict[str, Any]:
     blocks = result.blocks(rank)
     arrays = RankArrays(result.source, rank, blocks, result.texts)
     for name, block in blocks.items():
-        array = np.asarray(arrays[name].compute(num_workers=threads), order="C")
+        array = np.asarray(arrays[name].compute(num_workers=threads))
         parameters[name] = Parameter.over(array.view(dtype_of(block.dtype)), name)
     return parameters

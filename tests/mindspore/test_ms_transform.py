@@ -271,7 +271,7 @@ def test_files_of_ranks_that_the_strategy_lacks_are_refused(source: Path, tmp_pa
         ("empty-value", "src_checkpoints_dir", {"src_checkpoints_dir": ""}),
         ("empty-value", "dst_checkpoints_dir", {"dst_checkpoints_dir": ""}),
         ("empty-value", "src_strategy_file", {"src_strategy_file": ""}),
-        ("no-tensors", "src_strategy_file", {"src_strategy_file": {}}),
+        ("strategy-mismatch", "ranks 0-3", {"src_strategy_file": {}}),
         ("not-found", "nowhere", {"dst_strategy_file": "nowhere"}),
         ("", "dst_checkpoints_dir", {"dst_checkpoints_dir": 5}),
         ("", "src_strategy_file", {"src_strategy_file": 5}),
