@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 from checkpoints import assert_rank_files, blocks, numbers, tree, write_file, write_ranks
 from ms_files import refused_as_mindspore
 from refusals import refused
-from test_mindspore_peer import PYTHON, mindspore
 
 import reshard
 import reshard.mindspore as ms
@@ -66,13 +63,6 @@ def assert_files(root: Path, strategy: Strategy = TARGET) -> None:
 # --- what works ---
 
 
-@pytest.mark.parametrize("function", [ms.transform_checkpoints, ms.convert_checkpoints])
-def test_ckpt_becomes_safetensors_which_mindspore_refuses(source: Path, tmp_path: Path, function: Any) -> None:
-    function(str(source), str(tmp_path / "out"), "checkpoint_", SOURCE, TARGET, output_format="safetensors")
-    assert_files(tmp_path / "out")
-    assert {path.suffix for path in (tmp_path / "out").rglob("*.*")} == {".safetensors"}
-
-
 def test_strategies_come_in_every_form(source: Path, tmp_path: Path) -> None:
     for extension in ("ckpt", "json"):
         reshard.write_strategy(SOURCE, tmp_path / f"src.{extension}")
@@ -108,13 +98,6 @@ def test_a_merged_strategy_as_a_dict(tmp_path: Path) -> None:
     assert set(merged) == {"0-net.w", "0-net.b", "1-adam_m.net.w"}
     ms.transform_checkpoints(root, tmp_path / "out", "checkpoint_", merged, TARGET)
     assert_rank_files(tmp_path / "out", FULL, TARGET)
-
-
-def test_existing_files_are_replaced(source: Path, tmp_path: Path) -> None:
-    old = write_file(tmp_path / "out" / "rank_0" / "checkpoint_0.ckpt", {"old": np.zeros(3)}, "ckpt")
-    ms.transform_checkpoints(source, tmp_path / "out", "checkpoint_", SOURCE, TARGET)
-    assert "old" not in helpers.read_rank_file(old)
-    assert_files(tmp_path / "out")
 
 
 def test_what_a_strategy_drops_or_lacks_is_a_warning_and_no_slice(source: Path, tmp_path: Path, warnings: Any) -> None:
@@ -197,10 +180,6 @@ def test_by_rank_of_a_deduplicated_source_loses_nothing(mindspore_data: Path, tm
     with refused(SourceError, "missing-ranks", "rank_2", "net.layer1.weight", "ranks 1,3-7"):
         ms.transform_checkpoint_by_rank(0, some, tmp_path / "some.ckpt", before)
     assert not (tmp_path / "some.ckpt").exists()
-
-
-def test_the_rank_list_without_a_source_strategy() -> None:
-    assert ms.rank_list_for_transform(5, None, None) == ms.rank_list_for_convert(5, None, "not.read") == [0]
 
 
 def test_a_unified_set_is_a_source_too(source: Path, tmp_path: Path) -> None:
@@ -359,31 +338,6 @@ def test_a_source_file_is_never_overwritten(source: Path) -> None:
     with refused(TargetError, "target-is-source", source / "rank_0/checkpoint_0.ckpt"):
         ms.transform_checkpoint_by_rank(0, rank_map(source, ranks), source / "rank_0/checkpoint_0.ckpt", SOURCE, TARGET)
     assert tree(source) == before
-
-
-# --- MindSpore itself ---
-
-with_mindspore = pytest.mark.skipif(not PYTHON, reason="RESHARD_MINDSPORE_PYTHON names no Python that has MindSpore")
-
-SIGNATURES = """
-import inspect, json
-import mindspore as ms, mindspore.parallel as p
-names = ["transform_checkpoints", "transform_checkpoint_by_rank", "rank_list_for_transform", "convert_checkpoints",
-         "convert_checkpoint_by_rank", "rank_list_for_convert", "load_segmented_checkpoints", "unified_safetensors",
-         "load_distributed_checkpoint"]
-found = {n: [(a.name, repr(a.default)) for a in inspect.signature(getattr(p, n)).parameters.values()] for n in names}
-print("RESULT" + json.dumps(found))
-"""
-
-
-@pytest.mark.mindspore
-@with_mindspore
-def test_the_signatures_are_mindspores() -> None:
-    theirs = json.loads(mindspore(SIGNATURES).split("RESULT")[1])
-    for name, parameters in theirs.items():
-        own = inspect.signature(getattr(ms, name)).parameters.values()
-        given = [[p.name, repr(p.default)] for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-        assert given == parameters, name
 
 
 def test_a_missing_rank_is_told_with_what_needs_it(source: Path, tmp_path: Path) -> None:
