@@ -1,7 +1,4 @@
-"""The common parts of MindSpore's functions on whole checkpoints.
-
-They check and convert arguments, open a source, and plan as MindSpore does, with a log of what is left out.
-"""
+"""The common parts of MindSpore's functions on whole checkpoints: check arguments, open a source, plan and run."""
 
 from __future__ import annotations
 
@@ -168,16 +165,19 @@ def planned(
 
 
 def _refuse_lost(source: Checkpoint, strategy: Strategy, missing: list[str]) -> None:
-    """Refuse to lose tensors that may be in the missing file of a rank."""
+    """Refuse to lose tensors that may be in the missing file of a rank, as in a de-duplicated source."""
     absent = {*strategy.ranks} - {*source.ranks}
-    once, stages = is_deduplicated(source), {strategy.stage_of(rank) for rank in source.ranks}
-    own = [name for name in missing if name in strategy.tensors]
-    lost = [name for name in own if once or stages.isdisjoint(strategy.stages_of(name))]
-    if absent and lost:
+    lost = [name for name in missing if name in strategy.tensors]
+    if not (absent and lost):
+        return
+    stages = [strategy.stage_of(rank) for rank in source.ranks]
+    contents = {(stage, frozenset(file.index.entries)) for stage, file in zip(stages, source.files, strict=True)}
+    if len(contents) == len({*stages}) and not is_deduplicated(source):
+        lost = [name for name in lost if not {*stages} & {*strategy.stages_of(name)}]
+    if lost:
         raise SourceError(
-            f"no file of {source.root} has {names(lost)}",
+            f"no file of {source.root} has {names(lost)}; source {ranks_text(absent)} may have them, and have no file",
             code="missing-ranks",
-            facts=[f"source {ranks_text(absent)} may have them, and have no file"],
         )
 
 

@@ -354,3 +354,33 @@ def test_a_missing_rank_is_told_with_what_needs_it(source: Path, tmp_path: Path)
         with refused(SourceError, "missing-block", "rank 3", "net.w", "net.b"):
             ms.transform_checkpoint_by_rank(rank, files, tmp_path / "1.ckpt", SOURCE, columns)
     assert not (tmp_path / "out").exists()
+
+
+def test_tensors_of_a_stage_without_files_are_not_lost(tmp_path: Path) -> None:
+    rows = Layout.of([2], [0, -1])
+    pipeline = Strategy.of({"net.w": {0: rows}, "adam_m.net.w": {1: rows}, "net.b": {1: Layout.of([2], [0])}})
+    root = write_ranks(tmp_path / "src", FULL, pipeline)
+    for rank in (2, 3):
+        shutil.rmtree(root / f"rank_{rank}")
+    with refused(SourceError, "missing-ranks", "adam_m.net.w", "net.b", "ranks 2-3"):
+        ms.transform_checkpoints(root, tmp_path / "out", "x", pipeline, TARGET)
+    with refused(SourceError, "missing-ranks", "adam_m.net.w", "net.b", "ranks 2-3"):
+        ms.transform_checkpoint_by_rank(
+            0, rank_map(root, [0, 1], "safetensors"), tmp_path / "out/a.ckpt", pipeline, TARGET
+        )
+    with refused(SourceError, "missing-ranks", "adam_m.net.w", "net.b", "ranks 2-3"):
+        ms.unified_safetensors(root, pipeline, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_only_one_replica_stores_are_not_lost(tmp_path: Path) -> None:
+    """Nothing in `.ckpt` files says that they are de-duplicated, but that ranks of a stage have others."""
+    same = Strategy.of({name: Layout.of([3], [-1] * FULL[name].ndim) for name in FULL})
+    files = {
+        rank: write_file(tmp_path / f"rank_{rank}" / "a.ckpt", {name: FULL[name]}, "ckpt")
+        for rank, name in enumerate(FULL)
+    }
+    ms.transform_checkpoint_by_rank(0, files, tmp_path / "all.ckpt", same)
+    with refused(SourceError, "missing-ranks", "adam_m.net.w", "rank 2"):
+        ms.transform_checkpoint_by_rank(0, {rank: files[rank] for rank in (0, 1)}, tmp_path / "some.ckpt", same)
+    assert not (tmp_path / "some.ckpt").exists()

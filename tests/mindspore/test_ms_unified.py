@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import helpers
@@ -16,7 +17,7 @@ from refusals import refused
 import reshard
 import reshard.mindspore as ms
 from reshard.core.layout.layout import Layout
-from reshard.errors import SourceError, StrategyError, UsageError
+from reshard.errors import UsageError
 from reshard.mindspore.network import NetworkError
 from reshard.strategy.strategy import Strategy
 
@@ -194,32 +195,24 @@ def test_deduplicated_and_other_checkpoints(mindspore_data: Path, tmp_path: Path
 
 def test_what_unified_safetensors_refuses(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for place, arguments in [
-        ("src_dir", (5, SOURCE, out)),
-        ("src_strategy_file", (source, 5, out)),
-        ("dst_dir", (source, SOURCE, 5)),
-    ]:
-        with pytest.raises(TypeError, match=place):
-            ms.unified_safetensors(*arguments)  # type: ignore[arg-type]
-    for split in [(0, 2), (3, 2)]:
-        with refused(ValueError, "out-of-range", "split_dst_file"):
-            ms.unified_safetensors(source, SOURCE, out, split_dst_file=split)
-    with refused(ValueError, "out-of-range", "max_process_num", "0"):
-        ms.unified_safetensors(source, SOURCE, out, max_process_num=0)
-    with refused(SourceError, "not-a-directory", "src_dir", "checkpoint_0.safetensors"):
-        ms.unified_safetensors(source / "rank_0" / "checkpoint_0.safetensors", SOURCE, out)
-    whole = Strategy.of({name: Layout.of([2], [-1] * value.ndim) for name, value in FULL.items()})
-    alike = write_ranks(tmp_path / "alike", FULL, whole)
-    with refused(StrategyError, "other-strategy", "source strategy", alike, "encoder"):
-        ms.unified_safetensors(alike, Strategy.of({"encoder": Layout.of([2], [0])}), out)
     rows = Layout.of([2], [0, -1])
     pipeline = Strategy.of({"w": {0: rows}, "v": {1: rows}})
     stages = write_ranks(tmp_path / "stages", numbers({"w": (4, 2), "v": (2, 2)}), pipeline)
-    with refused(StrategyError, "one-stage", "stage 0", stages):
-        ms.unified_safetensors(stages, pipeline.of_stage(0), out)
-    (source / "rank_1" / "checkpoint_1.safetensors").unlink()
-    with refused(SourceError, "missing-ranks", "rank 1", "net.w"):
-        ms.unified_safetensors(source, SOURCE, out)
+    shutil.copytree(source, tmp_path / "lost")
+    (tmp_path / "lost/rank_1/checkpoint_1.safetensors").unlink()
+    for code, place, arguments in [
+        ("", "src_dir", (5, SOURCE, out)),
+        ("", "src_strategy_file", (source, 5, out)),
+        ("", "dst_dir", (source, SOURCE, 5)),
+        ("not-a-directory", "src_dir", (source / "rank_0" / "checkpoint_0.safetensors", SOURCE, out)),
+        ("one-stage", "stage 0", (stages, pipeline.of_stage(0), out)),
+        ("missing-ranks", "rank 1", (tmp_path / "lost", SOURCE, out)),
+        ("out-of-range", "max_process_num", (source, SOURCE, out, True, None, 0)),
+        ("out-of-range", "split_dst_file", (source, SOURCE, out, True, None, 1, None, (0, 2))),
+        ("out-of-range", "split_dst_file", (source, SOURCE, out, True, None, 1, None, (3, 2))),
+    ]:
+        with refused_as_mindspore(ValueError if code else TypeError, code, place):
+            ms.unified_safetensors(*arguments)  # type: ignore[arg-type]
     assert not out.exists()
 
 
