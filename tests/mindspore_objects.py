@@ -1,7 +1,4 @@
-"""What is done with MindSpore's objects here, checked with whatever plays MindSpore: a stand-in, or itself.
-
-`python mindspore_objects.py FOLDER` runs all checks with MindSpore itself.
-"""
+"""What is done with MindSpore's objects here: `PYTHON mindspore_objects.py FOLDER`, with one that has MindSpore."""
 
 from __future__ import annotations
 
@@ -50,9 +47,9 @@ def check_every_dtype_comes_as_itself(m: Any, folder: Path) -> None:
         assert ms.Tensor(values).astype(getattr(m, name)).dtype == dtype, name
         assert np.asarray(tensor == given).all(), name
         assert not np.asarray(tensor != given).any(), name
-        assert ms.Parameter(given, "p").kind is tensor.kind, name
+        assert ms.Parameter(given, "p").dtype == dtype, name
     four = ms.Tensor(m.Tensor(np.array([1, -8, 119], np.int8), dtype=m.qint4x2))
-    assert (four.dtype, four.array.tolist()) == (ms.qint4x2, [1, -8, 119])
+    assert (four.dtype, four.asnumpy().tolist()) == (ms.qint4x2, [1, -8, 119])
     text = raised(TypeError, lambda: ms.Tensor(m.Tensor(np.zeros(2, np.complex128))))
     assert "no checkpoint holds elements of dtype complex128" in text
     raised(TypeError, lambda: ms.Tensor([1], m.complex128))
@@ -104,8 +101,7 @@ def check_they_are_saved_as_ours_are(m: Any, folder: Path) -> None:
         ):  # fmt: skip
             ms.save_checkpoint(given, folder / "theirs", format=format, append_dict={"n": m.Tensor(ROWS)})
             assert (folder / f"theirs.{format}").read_bytes() == expected, (format, given)
-    table = object.__new__(m.MapParameter) if not hasattr(m, "experimental") else m.experimental.MapParameter(
-        name="t", key_dtype=m.int32, value_dtype=m.float32, value_shape=(3,))  # fmt: skip
+    table = m.experimental.MapParameter(name="t", key_dtype=m.int32, value_dtype=m.float32, value_shape=(3,))
     text = raised(TypeError, lambda: ms.save_checkpoint({"t": table}, folder / "table"))
     assert "'t': a MapParameter has no array of values" in text
 
@@ -140,9 +136,6 @@ def check_they_are_loaded_into_whatever_has_parameters(m: Any, folder: Path) -> 
     ours["w"].asnumpy()[...] = 0
     assert (given.asnumpy() == ROWS).all()
     mapping, net = places()
-    plain = {"w": m.Tensor(ROWS * 0)}
-    ms.load_param_into_net(plain, loaded)
-    assert (plain["w"].asnumpy() == ROWS).all()
     assert ms.load_param_into_net(net, {"net.w": loaded["w"]}) == (["b"], [])
     assert (mapping["w"].asnumpy() == ROWS).all()
 
@@ -168,8 +161,6 @@ def check_ours_are_made_theirs_as_the_readme_says(m: Any, folder: Path) -> None:
 
 def Net(m: Any, *parameters: Any) -> Any:  # noqa: N802 -- a class of MindSpore's
     """A Cell with these parameters."""
-    if not hasattr(m, "experimental"):
-        return m.nn.Cell(*parameters)
     cell = m.nn.Cell()
     for parameter in parameters:
         cell.insert_param_to_cell(parameter.name, parameter)

@@ -13,7 +13,6 @@ import click
 import pytest
 
 import reshard
-import reshard.mindspore as ms
 from reshard import errors
 from reshard.api import options as options_of_calls
 from reshard.api.formats import CUT
@@ -22,7 +21,6 @@ from reshard.cli.terminal import OPTIONS, say
 from reshard.core.format import targets
 from reshard.core.options import takers
 from reshard.errors import PYTHON, Faults, Option, ReshardError, SourceError, Text, Words, joined, spelled
-from reshard.mindspore.arguments import WORDS
 
 
 def test_every_kind_has_its_exit_code() -> None:
@@ -100,9 +98,6 @@ def test_a_text_is_in_the_words_of_whoever_reads_it() -> None:
     text = Text("w: differs; give ", Option("layout", "w", "RULE"), ", or ", Option("partial"))
     assert text == "w: differs; give layout={'w': 'RULE'}, or partial=True"
     assert spelled(text, OPTIONS) == "w: differs; give --layout 'w=RULE', or --partial"
-    assert spelled(text, WORDS) == (
-        "w: differs; give layout={'w': 'RULE'} to reshard.open, or partial=True to reshard.open"
-    )
     assert spelled("a text that names none", OPTIONS) == "a text that names none"
     assert Text("choose with ", Option("suffix")) == "choose with suffix=..."
     assert Text("choose with ", Option("suffix", ".ckpt")) == "choose with suffix='.ckpt'"
@@ -175,9 +170,9 @@ def forms(name: str, words: Words) -> list[str]:
     return [Option(name).written(words), Option(name, 1234, "1kB").written(words)]
 
 
-def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> None:
+def test_every_option_that_a_text_names_is_one_in_both_worlds() -> None:
     named = referred_to() | {*CUT, *takers(targets())} | {"lora"}
-    for words in (PYTHON, OPTIONS, WORDS):
+    for words in (PYTHON, OPTIONS):
         assert set(words.exceptions) <= named
         for name in words.exceptions:
             ruled = [words.rule(option) for option in (Option(name), Option(name, 1234, "1kB"))]
@@ -187,13 +182,6 @@ def test_every_option_that_a_text_names_is_one_in_each_of_the_three_worlds() -> 
     arguments = arguments_of(reshard, [name for name in reshard.__all__ if not name.endswith(("Error", "Warning"))])
     arguments |= set(inspect.signature(reshard.Rules.read).parameters)
     assert {form.split("=")[0] for name in named for form in forms(name, PYTHON)} <= arguments
-    own = [form for name in named for form in forms(name, WORDS) if form not in forms(name, PYTHON)]
-    beyond = [form.removesuffix(" to reshard.open") for form in own]
-    opening = set(inspect.signature(reshard.open).parameters)
-    theirs = arguments_of(ms, ["transform_checkpoints", "load_distributed_checkpoint"])
-    assert own
-    for form, name in zip(own, beyond, strict=True):
-        assert name.split("=")[0] in (opening if form != name else theirs), form
 
 
 OF_OTHERS = {"--dist-ckpt-strictness", "--finetune", "--ckpt-format", "--scheduler-file", "--descriptor"}

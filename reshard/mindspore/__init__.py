@@ -1,13 +1,12 @@
 """MindSpore's checkpoint functions under its own names: `import reshard.mindspore as ms`.
 
 The functions take MindSpore 2.10's arguments with MindSpore's meaning; MindSpore itself is not needed. Some work where
-MindSpore's fail or are silently wrong; their docstrings say so. Arguments that only make sense on a device are accepted
-and explained.
+MindSpore's fail or are silently wrong: docs/guides/mindspore-script.md lists all that is different. Arguments that only
+make sense on a device are accepted and explained.
 
 If MindSpore is installed, the functions take its own objects wherever they take ours: Tensors, Parameters, dicts and
-lists of them, Cells, dtypes, layouts. They return ours, which MindSpore does not take; `load_param_into_net` here loads
-them into a Cell, and `mindspore.Parameter(mindspore.Tensor(p.asnumpy()), name=p.name)` converts one, bfloat16
-included (of Int4, `mindspore.Tensor(p.asnumpy(), dtype=mindspore.qint4x2)`).
+lists of them, Cells, dtypes, layouts. They return ours, which MindSpore does not take: `load_param_into_net` loads them
+into a Cell, and `mindspore.Tensor(p.asnumpy())` converts one (of Int4 with `dtype=mindspore.qint4x2`).
 
 >>> import reshard.mindspore as ms
 >>> ms.Parameter(ms.Tensor([[1.0, 2.0]]), "weight")
@@ -20,47 +19,31 @@ Arguments that several functions have:
 * `src_strategy_file`, `dst_strategy_file`, `predict_strategy`, `train_strategy_filename`: a strategy file, a directory
   of the files of a pipeline's ranks, a `reshard.Strategy`, or a dict of layouts by name, as `build_searched_strategy`
   or MindSpore's `infer_predict_layout` return it. None stands for whole tensors.
-* `format`, `output_format`: `ckpt` or `safetensors`.
 * `process_num`, `processes_num`, `max_process_num`: the number of threads (MindSpore: processes).
 * `dec_key`, `enc_key`: the key of an encrypted `.ckpt` file, with the `crypto` extra; `dec_mode`, `enc_mode`: its
   cipher, `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-* `filter_prefix`: skip the names that begin with this, or with one of these; `specify_prefix`: load only the names that
-  do. `choice_func`: called with a name, returns whether to load it; not called if a prefix is passed.
-* `strict_load`: convert nothing, and match only equal names. By default a network's parameter that the checkpoint lacks
-  takes the one whose name ends with its own, and dtypes are converted.
-* `remove_redundancy`: accepted when loading. MindSpore fetches the parameters that a de-duplicated file lacks from the
-  other devices; there are none here, so these parameters stay unloaded and are listed.
 
 Existing target files are replaced. Errors that several functions raise:
 
-* TypeError (ValueError where MindSpore raises that): an argument of the wrong type.
-* NotADirectoryError: a directory is a file.
-* ValueError (a `SourceError`, `StrategyError` or `UsageError`): a file or directory that is missing, empty or corrupt,
-  files of both formats in one directory, files that contradict the strategy, a strategy that cannot be read or is of
-  another model, a file that is encrypted, or encrypted with another key.
-* TargetError: a target file would be one of the source files, or of the strategy files.
+* TypeError: an argument of the wrong type. NotADirectoryError: a directory is none.
+* ValueError (a `SourceError`, `StrategyError` or `UsageError`): a missing or corrupt file, files that contradict the
+  strategy, a strategy that cannot be read or is of another model, an encrypted file without its key.
+* TargetError: a target file would be one of the source files.
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
 
 # The module of each public name. Modules are imported on first use, so that a script that only merges strategies does
 # not wait for dask.
 _HOMES = {
-    "convert": ("ckpt_to_safetensors", "safetensors_to_ckpt"),
-    "launch": (
-        "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "get_group_size", "get_rank", "init",
-        "reset_auto_parallel_context", "set_auto_parallel_context", "set_context", "set_seed",
+    "communication": ("get_group_size", "get_rank", "init"),
+    "context": (
+        "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "reset_auto_parallel_context", "set_auto_parallel_context",
+        "set_context", "set_seed",
     ),
+    "convert": ("ckpt_to_safetensors", "safetensors_to_ckpt"),
     "network": ("load_param_into_net",),
     "parameter": (
         "Parameter", "Tensor", "bfloat16", "bool_", "complex64", "float16", "float32", "float64", "float8_e4m3fn",
@@ -80,50 +63,22 @@ _HOMES = {
 }  # fmt: skip
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("communication", "context", "parallel")  # MindSpore's own
 
 __all__ = sorted(_HOME_OF)  # noqa: PLE0605 -- one list of names, above
 
-# MindSpore's own modules, with the names of each.
-_MODULES = {
-    "communication": ("get_group_size", "get_rank", "init"),
-    "context": (
-        "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "reset_auto_parallel_context", "set_auto_parallel_context",
-        "set_context",
-    ),
-    "parallel": (
-        "merge_sliced_parameter", "build_searched_strategy", "merge_pipeline_strategys", "restore_group_info_list",
-        *_HOMES["transform"], *_HOMES["unified"],
-    ),
-}  # fmt: skip
 
-
-def _getter(module: str, public: Sequence[str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a module with these public names."""
-
-    def get(name: str) -> object:
-        if name in public:
-            value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-            setattr(sys.modules[module], name, value)
-            return value
-        from reshard.mindspore.launch import missing
-
-        raise missing(module, name, public)
-
-    return get
-
-
-def _module(name: str, public: Sequence[str]) -> ModuleType:
-    """Create one of MindSpore's modules, so that it can be imported."""
-    full_name = f"{__name__}.{name}"
-    module = sys.modules[full_name] = module_from_spec(ModuleSpec(full_name, None))
-    module.__doc__ = f"The part of MindSpore's `mindspore.{name}` that checkpoint scripts use."
-    vars(module).update(__all__=sorted(public), __getattr__=_getter(full_name, public))
-    return module
-
-
-__getattr__ = _getter(__name__, __all__)
-globals().update({name: _module(name, public) for name, public in _MODULES.items()})
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(
+            f"{__name__} has no {name!r}, only MindSpore's functions for checkpoints; import what belongs to training "
+            "from mindspore"
+        )
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOME_OF, *_MODULES})

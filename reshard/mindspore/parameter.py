@@ -1,15 +1,8 @@
-"""`Tensor` and `Parameter`: numpy arrays with MindSpore's methods; and conversion from and to other libraries' tensors.
+"""`Tensor` and `Parameter`: numpy arrays with MindSpore's methods.
 
-A checkpoint script handles parameters by `name`, `data`, `asnumpy()` and `set_data()`; these classes have little more.
-They compute nothing: a script computes with `asnumpy()`.
-
-Dtypes are numpy's (bfloat16 and float8 those of ml_dtypes), also under MindSpore's names: `float32`, `bfloat16`,
-`bool_` and so on are numpy dtypes. So a bfloat16 tensor goes to numpy and back as it is, and `str(tensor.dtype)` is
-`float32`, where MindSpore prints `Float32`.
-
-No framework is imported: a framework's tensor belongs to one that is imported already. Its dtype is read from the
-tensor, not from its numpy array, since two kinds are lost there: MindSpore's `Int4` comes as int8; its bfloat16 and
-float8 come as dtypes of its own, which neither ml_dtypes nor numpy's casts know.
+Dtypes are numpy's (bfloat16 and float8 those of ml_dtypes) under MindSpore's names, so that a bfloat16 tensor goes to
+numpy and back as it is. The dtype of MindSpore's own tensors is not read from their numpy arrays: `Int4` comes as int8,
+and bfloat16 and float8 as dtypes that ml_dtypes does not know.
 
 Source: MindSpore 2.10 `common/tensor.py` (`asnumpy`), `common/parameter.py`, `common/dtype.py`.
 """
@@ -22,8 +15,9 @@ from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from reshard.dtypes import BY_NAME, INT4, DType
+from reshard.dtypes import BY_NAME, INT4, STR, DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -46,25 +40,29 @@ float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
 qint4x2 = np.dtype(ml_dtypes.int4)
 """MindSpore's Int4, one byte an element; `asnumpy` gives it as int8, so that all eight bits survive."""
 
-_DTYPE_NAMES = ", ".join(name for name, value in list(globals().items()) if isinstance(value, np.dtype))
-
-_KINDS = {name.replace("_", ""): kind for name, kind in BY_NAME.items()}
-
 _unnamed = count()
 
 
-class Tensor:
-    """An array with a shape and a dtype.
+def dtype_of(kind: DType) -> np.dtype[Any]:
+    """Return the numpy dtype of a kind of the table; `qint4x2` for Int4."""
+    return qint4x2 if kind is INT4 else kind.numpy()
+
+
+# The names of MindSpore (`Float8E4M3FN`) in lower case are those of the table without `_`.
+_DTYPES = {name.replace("_", ""): dtype_of(kind) for name, kind in BY_NAME.items() if kind is not STR and not kind.bits}
+
+
+class Tensor(NDArrayOperatorsMixin):
+    """An array with a shape and a dtype. Numpy's functions and operators take it, and return arrays.
 
     Args:
-        input_data: an array, a Tensor (ours, MindSpore's or torch's), a number, or nested lists of numbers. Arrays
-            are copied, as MindSpore does.
-        dtype: the dtype to convert to: one of this module, of MindSpore, or anything that numpy accepts as one. By
-            default the array's; for plain numbers int64 for integers and float32 for floats, as in MindSpore.
+        input_data: an array, a Tensor (ours or MindSpore's), a number, or nested lists of numbers. Arrays are copied,
+            as MindSpore does.
+        dtype: the dtype to convert to, of numpy or MindSpore. By default the array's; for plain numbers int64 or
+            float32, as in MindSpore.
 
     Attributes:
-        array: the elements, row-major in the machine's byte order; Int4 as int8.
-        kind: their entry in `reshard`'s dtype table, which has their name in each file format.
+        array: the elements, row-major in the machine's byte order; Int4 as ml_dtypes' int4.
 
     Raises:
         TypeError: the data is not an array of numbers, or of a kind that a checkpoint cannot hold.
@@ -76,38 +74,21 @@ class Tensor:
     (dtype('float32'), dtype('int64'), array([1, 2], dtype=bfloat16))
     """
 
-    __slots__ = ("array", "kind")
     array: Array
-    kind: DType
     __hash__ = object.__hash__
 
     def __init__(self, input_data: Any, dtype: Any = None) -> None:
-        if isinstance(input_data, str | bytes):
-            raise TypeError(f"a Tensor is made of numbers; got {type(input_data).__name__} {input_data[:20]!r}")
-        array = np.array(array_of(input_data) if is_array(input_data) else input_data, order="C")
+        array = np.array(array_of(input_data), order="C")
         if dtype is None:
             is_plain = array.dtype == float64 and not hasattr(input_data, "dtype")
-            own = input_data.dtype if isinstance(input_data, Tensor) else array.dtype
-            dtype = float32 if is_plain else own  # Python's floats, as in MindSpore
-        self.array, self.kind = _converted(array, numpy_dtype(dtype))
+            dtype = float32 if is_plain else array.dtype
+        self.array = _converted(array, numpy_dtype(dtype))
 
     @classmethod
-    def from_numpy(cls, array: Array) -> Tensor:
-        """Return a tensor over an array, which is not copied unless it is strided or in foreign byte order.
-
-        Raises:
-            TypeError: it is not an array, or of a kind that a checkpoint cannot hold.
-        """
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"from_numpy takes a numpy array; got {type(array).__name__}")
-        array = array_of(array)
-        return Tensor.of_kind(*_converted(np.asarray(array, order="C"), array.dtype))
-
-    @classmethod
-    def of_kind(cls, array: Array, kind: DType) -> Self:
-        """Return a tensor over a row-major array whose elements are of a kind of the table."""
+    def from_numpy(cls, array: Array) -> Self:
+        """Return a tensor over an array, which is not copied unless it is strided or in foreign byte order."""
         tensor = cls.__new__(cls)
-        tensor.array, tensor.kind = array, kind
+        tensor.array = np.asarray(_converted(array, numpy_dtype(array.dtype)), order="C")
         return tensor
 
     @property
@@ -118,7 +99,7 @@ class Tensor:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Return the kind of the elements, a numpy dtype."""
-        return dtype_of(self.kind)
+        return self.array.dtype
 
     @property
     def ndim(self) -> int:
@@ -130,14 +111,9 @@ class Tensor:
         """Return the number of elements."""
         return self.array.size
 
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the elements, in bytes."""
-        return self.array.nbytes
-
     def asnumpy(self) -> Array:
-        """Return the array itself, not a copy."""
-        return self.array
+        """Return the array itself, not a copy; Int4 as int8."""
+        return self.array.view(int8) if self.array.dtype == qint4x2 else self.array
 
     numpy = asnumpy
 
@@ -151,42 +127,29 @@ class Tensor:
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        if dtype is not None and np.dtype(dtype) != self.array.dtype:
-            if copy is False:
-                raise ValueError(f"{self.dtype} cannot become {np.dtype(dtype)} without a copy")
-            return self.array.astype(dtype)
-        return self.array.copy() if copy else self.array
+        return np.array(self.array, dtype, copy=True) if copy else np.asarray(self.array, dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        arrays = [array_of(value) if is_array(value) else value for value in inputs]
+        return getattr(ufunc, method)(*arrays, **options)
 
     def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("a Tensor without dimensions has no length")
         return len(self.array)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return Tensor.of_kind(np.asarray(self.array[index], order="C"), self.kind)
-
-    def __eq__(self, other: object) -> Any:
-        """Compare element by element, as arrays do; return a numpy array of bool."""
-        return self.array == (array_of(other) if is_array(other) else other)
-
-    def __ne__(self, other: object) -> Any:
-        """Compare element by element."""
-        return self.array != (array_of(other) if is_array(other) else other)
+        return Tensor.from_numpy(np.asarray(self.array[index]))
 
     def __bool__(self) -> bool:
         return bool(self.array)
 
     def __int__(self) -> int:
-        return int(self.array.item())
+        return int(self.array)
 
     def __float__(self) -> float:
-        return float(self.array.item())
+        return float(self.array)
 
     def __repr__(self) -> str:
-        return f"Tensor(shape={list(self.shape)}, dtype={_shown(self.kind)}, value={self.array})"
-
-    def __str__(self) -> str:
-        return str(self.array)
+        return f"Tensor(shape={list(self.shape)}, dtype={_shown(self.dtype)}, value={self.array})"
 
 
 class Parameter(Tensor):
@@ -196,10 +159,7 @@ class Parameter(Tensor):
         default_input: the value, as for `Tensor`. An integer becomes int32 here, as in MindSpore.
         name: by default `Parameter#0` and so on, as in MindSpore; without blanks around it.
         requires_grad: kept and returned, as are `layerwise_parallel` and `parallel_optimizer`; nothing is trained here.
-        layerwise_parallel: this parameter is split by the network itself (r1.5).
-        parallel_optimizer: the optimizer may split this parameter.
-        storage_format: accepted; says how a device arranges the bytes.
-        device: accepted; everything is in the memory of the host.
+        storage_format: accepted, as is `device`; everything is in the memory of the host.
 
     Raises:
         TypeError: the value is not an array of numbers.
@@ -225,17 +185,16 @@ class Parameter(Tensor):
         storage_format: str = "",  # noqa: ARG002 -- as above
         device: str | None = None,  # noqa: ARG002 -- as above
     ) -> None:
-        is_integer = isinstance(default_input, int) and not isinstance(default_input, bool)
-        super().__init__(default_input, int32 if is_integer else None)
+        super().__init__(default_input, int32 if type(default_input) is int else None)
         self.name = name
         self.requires_grad = requires_grad
         self.layerwise_parallel = layerwise_parallel
         self.parallel_optimizer = parallel_optimizer
 
     @classmethod
-    def over(cls, tensor: Tensor, name: str) -> Parameter:
-        """Return a parameter that shares the array of a tensor; `Parameter(tensor, name)` copies it."""
-        parameter = cls.of_kind(tensor.array, tensor.kind)
+    def over(cls, array: Array, name: str) -> Parameter:
+        """Return a parameter that shares an array; `Parameter(array, name)` copies it."""
+        parameter = cls.from_numpy(array)
         parameter.name = name
         return parameter
 
@@ -253,77 +212,80 @@ class Parameter(Tensor):
     @property
     def data(self) -> Tensor:
         """Return the value as a Tensor, which shares its array with this parameter."""
-        return Tensor.of_kind(self.array, self.kind)
-
-    def value(self) -> Tensor:
-        """Return the value as a Tensor."""
-        return self.data
+        return Tensor.from_numpy(self.array)
 
     def set_data(self, data: Any, slice_shape: bool = False) -> Parameter:
-        """Set another value, converted to the parameter's dtype.
-
-        The shape may change even if `slice_shape` is false: MindSpore's page says that shapes are compared then, but
-        MindSpore 2.10 does not compare them, and its scripts must run here.
+        """Set another value, converted to the parameter's dtype; its shape may be another, as in MindSpore 2.10.
 
         Args:
-            data: the value. A Tensor's array is shared if its dtype is the parameter's; MindSpore's own Tensor or
-                Parameter is copied.
+            data: the value. A Tensor's array is shared if its dtype is the parameter's; everything else is copied.
             slice_shape: the value is one device's slice; kept as `sliced`.
 
         Raises:
-            TypeError: the value is neither a Tensor nor a number, or a float for a parameter of integers.
+            TypeError: the value is not an array of numbers, or a float for a parameter of integers.
         """
-        if not isinstance(data, Tensor) and hasattr(data, "asnumpy"):
-            data = Tensor(data)
-        if not isinstance(data, Tensor | int | float):
-            raise TypeError(
-                f"parameter {self.name!r}: its data is set from a Tensor, an int or a float; got "
-                f"{type(data).__name__} (make it a Tensor)"
-            )
-        if isinstance(data, float) and self.array.dtype.kind in "iub":
+        if isinstance(data, float) and self.dtype.kind in "iub":
             raise TypeError(f"parameter {self.name!r} is of {self.dtype}; the float {data} cannot be converted to it")
-        if not isinstance(data, Tensor) or data.dtype != self.dtype:
-            data = Tensor(data, self.dtype)
-        self.array, self.kind = data.array, data.kind
+        is_shared = isinstance(data, Tensor) and data.dtype == self.dtype
+        self.array = data.array if is_shared else Tensor(data, self.dtype).array
         self.sliced = slice_shape
         return self
 
     def __repr__(self) -> str:
         return (
-            f"Parameter (name={self.name}, shape={self.shape}, dtype={_shown(self.kind)}, "
+            f"Parameter (name={self.name}, shape={self.shape}, dtype={_shown(self.dtype)}, "
             f"requires_grad={self.requires_grad})"
         )
 
-    __str__ = __repr__
+
+def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array in another dtype, if possible without a copy."""
+    if dtype == qint4x2 != array.dtype:
+        return array.astype(int8).view(qint4x2)
+    return array.astype(dtype, copy=False)
 
 
-def _converted(array: Array, dtype: np.dtype[Any]) -> tuple[Array, DType]:
-    """Return an array in another dtype and the machine's byte order, and that dtype's entry in the table."""
-    if dtype == qint4x2:
-        return array.view(np.int8) if array.dtype == qint4x2 else array.astype(np.int8), INT4
-    kind = BY_NAME.get(dtype.name)
-    if kind is None or dtype.kind in "US":
-        raise TypeError(f"no checkpoint holds elements of dtype {dtype}; known are {_DTYPE_NAMES}")
-    return array.astype(dtype.newbyteorder("="), copy=False), kind
+def _shown(dtype: np.dtype[Any]) -> str:
+    """Return a dtype's name as MindSpore prints it."""
+    return BY_NAME[dtype.name].mindspore or dtype.name
 
 
-def _shown(kind: DType) -> str:
-    """Return a dtype's name as MindSpore prints it.
+def numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return a dtype of numpy or MindSpore as numpy's, in the machine's byte order.
 
-    >>> _shown(BY_NAME["bfloat16"]), _shown(BY_NAME["bool"]), _shown(BY_NAME["float8_e5m2"])
-    ('BFloat16', 'Bool', 'Float8E5M2')
+    >>> numpy_dtype(">f4"), numpy_dtype(bfloat16)
+    (dtype('float32'), dtype(bfloat16))
     """
-    return kind.mindspore or {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}.get(kind.name, kind.name)
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype).lower()
+    if (known := _DTYPES.get(name.replace("_", ""))) is None:
+        raise TypeError(f"no checkpoint holds elements of dtype {name}")
+    return known
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array or tensor of any library, not a number or a list of them."""
+    return hasattr(value, "asnumpy") or hasattr(value, "__array__")
+
+
+def array_of(value: Any) -> Array:
+    """Return the elements of a Tensor, here or MindSpore's, or of anything that numpy takes, if possible uncopied."""
+    if isinstance(value, Tensor):
+        return value.array
+    if hasattr(value, "export_data"):
+        raise TypeError("a MapParameter has no array of values; save it with mindspore.save_checkpoint")
+    if not hasattr(value, "asnumpy"):
+        return np.asarray(value)
+    array, dtype = value.asnumpy(), numpy_dtype(value.dtype)
+    return array if array.dtype == dtype else array.view(dtype)  # type: ignore[no-any-return]
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """Return a Tensor, a Parameter or an array as a Tensor, if possible without a copy.
-
-    Raises:
-        TypeError: `array_of` does not take it; the message begins with the name.
-    """
-    if isinstance(value, Tensor):
-        return value.data
+    """Return a Tensor, a Parameter or an array as a Tensor, if possible without a copy."""
+    if not is_array(value):
+        raise TypeError(f"{name!r}: expected a Parameter, a Tensor or an array; got {type(value).__name__}")
     try:
         return Tensor.from_numpy(array_of(value))
     except TypeError as error:
@@ -331,118 +293,20 @@ def as_tensor(value: Any, name: str) -> Tensor:
 
 
 def as_parameter(value: Any, where: str) -> Parameter:
-    """Return a Parameter as it is, and MindSpore's own as one of ours, over the same memory.
-
-    Raises:
-        TypeError: it has no name and `asnumpy()`; the message begins with `where`.
-    """
+    """Return a Parameter as it is, and MindSpore's own as one of ours, over the same memory."""
     if isinstance(value, Parameter):
         return value
     name = getattr(value, "name", None)
     if not isinstance(name, str) or not hasattr(value, "asnumpy"):
-        raise TypeError(
-            f"{where} is {type(value).__name__}; expected a Parameter, here or MindSpore's, which has a name and data"
-        )
-    parameter = Parameter.over(as_tensor(value, name), name)
-    for flag in ("requires_grad", "layerwise_parallel", "parallel_optimizer", "sliced"):
-        setattr(parameter, flag, bool(getattr(value, flag, getattr(parameter, flag))))
+        raise TypeError(f"{where} is {type(value).__name__}; expected a Parameter, here or MindSpore's")
+    parameter = Parameter.over(as_tensor(value, name).array, name)
+    parameter.requires_grad = bool(getattr(value, "requires_grad", True))
+    parameter.layerwise_parallel = bool(getattr(value, "layerwise_parallel", False))
     return parameter
-
-
-def kind_of(dtype: Any) -> DType | None:
-    """Return the table's entry for a dtype of numpy, MindSpore or torch, or None.
-
-    >>> kind_of(np.dtype(">f4")).name, kind_of("Float8E4M3FN").name, kind_of("torch.bool").name, kind_of("object")
-    ('float32', 'float8_e4m3fn', 'bool', None)
-    """
-    name = dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
-    return _KINDS.get(name.replace("_", "").lower())
-
-
-def dtype_of(kind: DType) -> np.dtype[Any]:
-    """Return the numpy dtype of a kind; `qint4x2` for Int4."""
-    return qint4x2 if kind is INT4 else kind.numpy()
-
-
-def numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype of numpy, MindSpore or torch as numpy's; raise TypeError if it is no dtype."""
-    try:
-        return np.dtype(dtype)  # type: ignore[no-any-return]
-    except TypeError:
-        if (kind := kind_of(dtype)) is None:
-            raise
-        return dtype_of(kind)
-
-
-def is_array(value: Any) -> bool:
-    """Return whether a value is an array or tensor of any library, not a number or a list of them."""
-    return isinstance(value, np.ndarray | np.generic) or any(
-        hasattr(value, method) for method in ("asnumpy", "detach", "__array__")
-    )
-
-
-def array_of(value: Any) -> Array:
-    """Return the elements of an array of any library, if possible without a copy.
-
-    Args:
-        value: a Tensor, a numpy array, a MindSpore Tensor or Parameter, a `torch.Tensor`, or an object with
-            `__array__`.
-
-    Raises:
-        TypeError: it is none of these, or a MindSpore `MapParameter`, whose values are in a table on the device.
-    """
-    if isinstance(value, Tensor):
-        return value.array
-    if not is_array(value):
-        raise TypeError(f"expected a Parameter, a Tensor or an array; got {type(value).__name__}")
-    if hasattr(value, "export_data"):
-        raise TypeError("a MapParameter has no array of values; save it with mindspore.save_checkpoint")
-    array: Array
-    if hasattr(value, "asnumpy"):
-        array = value.asnumpy()
-    elif hasattr(value, "detach"):
-        array = _of_torch(value.detach().cpu().contiguous())
-    else:
-        array = np.asarray(value)
-    kind = kind_of(getattr(value, "dtype", array.dtype))
-    if kind is None or (array.dtype.kind != "V" and array.dtype.name == kind.name):
-        return array
-    if array.dtype.itemsize != kind.itemsize or (array.dtype.kind != "V" and kind is not INT4):
-        raise TypeError(f"its dtype is {kind}, but its elements are {array.dtype}")
-    return array.view(dtype_of(kind))
-
-
-_NOT_FROM_NUMPY = ("bfloat", "float8")
-"""Beginnings of the names of dtypes of ml_dtypes, which torch does not exchange with numpy."""
-
-
-def _of_torch(tensor: Any) -> Array:
-    """Return the elements of a torch tensor, which gives numpy no bfloat16 and no float8."""
-    array: Array
-    kind = kind_of(tensor.dtype)
-    if kind is None or not kind.name.startswith(_NOT_FROM_NUMPY):
-        array = tensor.numpy()
-        return array
-    torch: Any = sys.modules["torch"]
-    array = tensor.view(torch.int8 if kind.itemsize == 1 else torch.int16).numpy()
-    return array.view(kind.numpy())
-
-
-def as_torch(tensor: Tensor) -> Any:
-    """Return a tensor as torch's own, which must have been imported."""
-    torch: Any = sys.modules["torch"]
-    array = tensor.array if tensor.array.flags.writeable else tensor.array.copy()
-    if hasattr(torch, tensor.kind.name) and tensor.kind.name.startswith(_NOT_FROM_NUMPY):
-        bits = array.view(np.int8 if array.itemsize == 1 else np.int16)
-        return torch.from_numpy(bits).view(getattr(torch, tensor.kind.name))
-    return torch.from_numpy(array)
 
 
 def as_mindspore(tensor: Tensor) -> Any:
     """Return a tensor as MindSpore's own, which must have been imported."""
     mindspore: Any = sys.modules["mindspore"]
-    if tensor.kind.name == "bfloat16":  # its own bfloat16 is another numpy dtype than ml_dtypes'
-        return mindspore.Tensor(tensor.array.view(np.uint16)).view(mindspore.bfloat16)
-    if tensor.kind is INT4:
-        return mindspore.Tensor(tensor.array, dtype=mindspore.qint4x2)
-    return mindspore.Tensor(tensor.array)
+    dtype = {"dtype": mindspore.qint4x2} if tensor.dtype == qint4x2 else {}
+    return mindspore.Tensor(tensor.asnumpy(), **dtype)

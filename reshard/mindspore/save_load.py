@@ -10,32 +10,33 @@ import logging
 import os
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import reduce
 from hashlib import sha256
 from io import BytesIO
 from operator import itemgetter
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reshard.core.model.entries import Content, wants
-from reshard.core.storage.base import truncated
 from reshard.core.storage.cipher import Cipher
+from reshard.core.storage.crc import crc32, crc_of_range
 from reshard.core.storage.local import local_store
-from reshard.dtypes import STR
+from reshard.dtypes import BY_NAME, STR
 from reshard.errors import SourceError, UsageError, names
 from reshard.kits.ckpt import MAP_PARAMETER, TRAILER, TRAILER_BYTES, map_parameters
 from reshard.kits.files import by_name, index_file
 from reshard.mindspore.network import load_param_into_net, parameters_of
-from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, is_array
+from reshard.mindspore.parameter import Parameter, Tensor, as_parameter, as_tensor, dtype_of, is_array
+from reshard.mindspore.strategy import path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
-    from reshard.core.layout.block import Shape
-    from reshard.core.model.entries import FileIndex, FileLayout, Runs
+    from reshard.core.model.entries import FileIndex, FileLayout
     from reshard.core.storage.base import RangeStore
-    from reshard.dtypes import DType
 
 Prefixes = str | list[str] | tuple[str, ...] | None
 
@@ -58,14 +59,11 @@ def load_checkpoint(
     remove_redundancy: bool = False,
     format: str = "ckpt",  # noqa: A002 -- MindSpore's signature
 ) -> dict[str, Any]:
-    """Load one checkpoint file into memory.
-
-    Unlike MindSpore's, it reads only the tensors that are loaded, never the file as one message; applies the prefixes
-    to safetensors too; gives the parameters of a safetensors file their names; and returns the text entries of a
-    safetensors file that was written here.
+    """Load one checkpoint file into memory; only the tensors that are loaded are read.
 
     Args:
-        ckpt_file_name: the file, whose name must end with the format; or a BytesIO (safetensors only).
+        ckpt_file_name: the file, whose name must end with the format; or a BytesIO, which is
+            written to a temporary file.
         net: a network to load the parameters into, as `load_param_into_net` does.
         strict_load: as for `load_param_into_net`.
         filter_prefix: skip names that begin with these.
@@ -74,7 +72,7 @@ def load_checkpoint(
         specify_prefix: load only names that begin with these.
         choice_func: a function of a name that returns whether to load it; ignored if there are prefixes.
         crc_check: compare the CRC-32 that the file carries; the log reports a file without one.
-        remove_redundancy: accepted and ignored; to fill in de-duplicated ranks, convert the set.
+        remove_redundancy: accepted; to fill in de-duplicated ranks, convert the set.
         format: `ckpt` or `safetensors`.
 
     Returns:
@@ -86,24 +84,23 @@ def load_checkpoint(
     >>> list(ms.load_checkpoint("src_checkpoints/rank_0/checkpoint_0.ckpt", specify_prefix="net.layer1"))
     ['net.layer1.weight', 'net.layer1.bias']
     """
+    if isinstance(ckpt_file_name, BytesIO):
+        with NamedTemporaryFile(suffix=f".{format}") as file:
+            file.write(ckpt_file_name.getbuffer())
+            file.flush()
+            return load_checkpoint(
+                file.name, net, strict_load, filter_prefix, dec_key, dec_mode, specify_prefix, choice_func, crc_check,
+                remove_redundancy, format,
+            )  # fmt: skip
     selects = name_filter(specify_prefix, filter_prefix, choice_func)
-    cipher = cipher_of(dec_key, dec_mode, format, "dec")
-    _expect("crc_check", crc_check, bool)
-    _expect("remove_redundancy", remove_redundancy, bool)
-    path, store = _opened(ckpt_file_name, format, cipher)
-    index = index_file(path, store=store)
-    if crc_check:
-        _check_crc(path, index, store)
-    if index.deduplicated:
-        _log.warning("%s: is one of a de-duplicated set; it lacks what other ranks store for this one", path)
-    loaded = read_entries(path, index, store, selects)
-    if not loaded:
-        raise UsageError(
-            f"nothing is left to load of the {len(index.entries)} entries of {path}",
-            code="no-tensors",
-            facts=[f"it has {names(index.entries, most=3)}"],
-            hint="check filter_prefix, specify_prefix and choice_func",
-        )
+    cipher = cipher_of(dec_key, dec_mode, format)
+    path = path_of("ckpt_file_name", ckpt_file_name)
+    by_name(format)
+    if not path.name.endswith(format):
+        raise UsageError(f"format is {format!r}, and {path} does not end with it", code="wrong-extension")
+    if not path.exists():
+        raise SourceError(f"{path} does not exist", code="not-found")
+    loaded = load_files([path], cipher, selects, crc_check=crc_check)
     if net is not None:
         load_param_into_net(net, loaded, strict_load, remove_redundancy)
     return loaded
@@ -139,8 +136,8 @@ def load_checkpoint_async(
 def save_checkpoint(
     save_obj: Any,
     ckpt_file_name: str | os.PathLike[str],
-    integrated_save: bool = True,
-    async_save: bool | str = False,
+    integrated_save: bool = True,  # noqa: ARG001 -- accepted, see below
+    async_save: bool | str = False,  # noqa: ARG001 -- as above
     append_dict: Mapping[str, Any] | None = None,
     enc_key: bytes | None = None,
     enc_mode: str = "AES-GCM",
@@ -151,25 +148,21 @@ def save_checkpoint(
 ) -> None:
     """Save parameters to one file, which gets its name once it is complete and replaces an existing one.
 
-    Unlike MindSpore's: safetensors take text entries too; the CRC of an encrypted file is inside the encryption, where
-    MindSpore looks for it when it loads (it writes the CRC after the encrypted blocks, and cannot read that); a tensor
-    without elements is kept; missing directories are created.
-
     Args:
         save_obj: a dict of name to Parameter, Tensor, array or text (as `load_checkpoint` returns); a list of
-            Parameters or of `{"name": ..., "data": ...}`; a network: anything with `parameters_and_names()`, or a
-            `torch.nn.Module`. Parameters and Tensors may be MindSpore's own.
-        ckpt_file_name: the file; `.ckpt` or `.safetensors` is appended unless the name ends with the format.
+            Parameters or of `{"name": ..., "data": ...}`; or a network, which has `parameters_and_names()`. Parameters
+            and Tensors may be MindSpore's own.
+        ckpt_file_name: the file; `.ckpt` or `.safetensors` is appended unless the name ends with the format. Its
+            directory is created.
         integrated_save: accepted; MindSpore gathers the slices of a parameter from the devices, here each is whole.
-        async_save: accepted (a bool, `thread` or `process`); the file is written when this returns.
+        async_save: accepted; the file is written when this returns.
         append_dict: more entries: numbers, bools, text, Parameters, Tensors or arrays by name.
         enc_key: encrypt the file with this key (`ckpt` only).
         enc_mode: its cipher.
         choice_func: a function of a name of `save_obj` that returns whether to save it.
         crc_check: store the CRC-32 of the contents in the file.
         format: `ckpt` or `safetensors`.
-        kwargs: `remove_redundancy` (a bool) marks a safetensors file as de-duplicated or not; `incremental` and
-            `global_step_num` are accepted; they are for map parameters and a store that only devices have.
+        kwargs: `remove_redundancy` (a bool) marks a safetensors file as de-duplicated or not; others are accepted.
 
     Raises:
         TypeError: a value that a checkpoint cannot hold.
@@ -180,37 +173,34 @@ def save_checkpoint(
     >>> ms.load_checkpoint("one.ckpt")["w"].asnumpy()
     array([1., 2.], dtype=float32)
     """
-    path = _target_path(save_obj, ckpt_file_name, format)
-    _expect("integrated_save", integrated_save, bool, TypeError)
-    _expect("async_save", async_save, (bool, str), TypeError)
-    if isinstance(async_save, str) and async_save not in {"process", "thread"}:
-        raise UsageError(
-            f"save_checkpoint: async_save is {async_save!r}; expected a bool, 'process' or 'thread'", code="bad-value"
-        )
-    cipher = cipher_of(enc_key, enc_mode, format, "enc")
-    _expect("crc_check", crc_check, bool)
-    remove_redundancy = kwargs.pop("remove_redundancy", None)
-    _expect("remove_redundancy", remove_redundancy, (bool, type(None)))
-    unknown = set(kwargs) - {"incremental", "global_step_num"}
-    if unknown:
-        _log.warning("save_checkpoint: no argument is called %s; ignored", names(sorted(unknown)))
-
+    by_name(format)
+    path = os.path.realpath(path_of("ckpt_file_name", ckpt_file_name))
+    if Path(path).is_dir():
+        raise IsADirectoryError(f"{path} is a directory; expected the name of a file")
+    path += "" if path.endswith(format) else f".{format}"
+    cipher = cipher_of(enc_key, enc_mode, format)
     values = _values_by_name(save_obj)
     saved = {name: value for name, value in values.items() if choice_func is None or choice_func(name)}
     saved.update(_appended(append_dict))
     tensors = {name: as_tensor(value, name) for name, value in saved.items() if not isinstance(value, str)}
     contents = [
-        Content(name, tensors[name].kind, tensors[name].shape) if name in tensors else Content(name, STR, (), value)
+        Content(name, STR, (), value)
+        if isinstance(value, str)
+        else Content(name, BY_NAME[tensors[name].dtype.name], tensors[name].shape)
         for name, value in saved.items()
     ]
     metadata = {"format": "ms"} if contents else {}
-    if remove_redundancy is not None:
-        metadata["remove_redundancy"] = str(remove_redundancy)
-    raw = {name: tensor.array.reshape(-1).view("u1").data for name, tensor in tensors.items()}
+    if kwargs.get("remove_redundancy") is not None:
+        metadata["remove_redundancy"] = str(kwargs["remove_redundancy"])
     if crc_check and format == "safetensors":
-        metadata["crc_num"] = str(_named_crc((name, t.kind, t.shape, [raw[name]]) for name, t in tensors.items()))
+        metadata["crc_num"] = str(_named_crc(tensors))
     layout = by_name(format).lay_out(contents, metadata)
+    raw = {name: _raw(tensor) for name, tensor in tensors.items()}
     _write(path, layout, raw, crc=crc_check and format == "ckpt", cipher=cipher)
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return tensor.array.reshape(-1).view(np.uint8).data
 
 
 def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc: bool, cipher: Cipher | None) -> None:
@@ -224,7 +214,8 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
             parts += [(offset, piece) for _, offset, piece in wants(path, content.runs, 0, raw[content.name])]
     parts.sort(key=itemgetter(0))
     if crc:
-        parts.append((layout.size, TRAILER + _crc(part for _, part in parts).to_bytes(10, "big")))
+        number = reduce(lambda crc, part: zlib.crc32(part[1], crc), parts, 0)
+        parts.append((layout.size, TRAILER + number.to_bytes(10, "big")))
     size = layout.size + crc * TRAILER_BYTES
     store = local_store()
     digest = sha256(path.encode(errors="surrogateescape")).hexdigest()
@@ -242,94 +233,61 @@ def _write(path: str, layout: FileLayout, raw: Mapping[str, memoryview], *, crc:
         raise
 
 
-def _pieces(path: str, runs: Runs, store: RangeStore) -> Iterator[memoryview]:
-    """Yield bytes of a file, a few MB at a time; a piece is valid until the next one."""
-    buffer = memoryview(bytearray(PIECE_BYTES))
-    for offset, nbytes in runs:
-        for start in range(0, nbytes, PIECE_BYTES):
-            view = buffer[: min(PIECE_BYTES, nbytes - start)]
-            store.read_into(path, offset + start, view)
-            yield view
-
-
-def _crc(pieces: Iterable[bytes | memoryview], crc: int = 0) -> int:
-    """Return the CRC-32 of bytes in pieces, continued from that of the bytes before."""
-    for piece in pieces:
-        crc = zlib.crc32(piece, crc)
-    return crc
-
-
-def _named_crc(
-    tensors: Iterable[tuple[str, DType, Shape, Iterable[bytes | memoryview]]], *, as_mindspore: bool = True
-) -> int:
+def _named_crc(tensors: Mapping[str, Tensor]) -> int:
     """Return the CRC-32 over names and contents in name order, as safetensors metadata have it.
 
-    MindSpore has Python make bytes of every array. An integer array without dimensions becomes as many zeros as its
-    value says (`bytes(np.array(5))` is five zeros), and MindSpore's CRC covers those. MindSpore compares the same
-    bytes when it loads, so a file for MindSpore must carry this CRC.
-
-    Args:
-        tensors: name, dtype, shape and contents of each.
-        as_mindspore: treat integers without dimensions as MindSpore does; else by their bytes, like all others.
+    MindSpore has Python make bytes of every array: of an integer without dimensions as many zeros as its value says
+    (`bytes(np.array(5))` is five zeros). It compares the same when it loads, so files for it must carry this CRC.
     """
     crc = 0
-    for name, dtype, shape, pieces in sorted(tensors, key=itemgetter(0)):
-        contents = pieces
-        if as_mindspore and not shape and dtype.name.startswith(("int", "uint")):
-            number = b"".join(map(bytes, pieces))
-            zeros = int.from_bytes(number, "little", signed=dtype.name.startswith("int"))
-            if 0 <= zeros <= _MOST_ZEROS:
-                contents = (bytes(min(PIECE_BYTES, zeros - n)) for n in range(0, zeros, PIECE_BYTES))
-            else:  # MindSpore cannot make bytes of these
-                contents = [number]
-        crc = _crc(contents, zlib.crc32(name.encode(), crc))
+    for name, tensor in sorted(tensors.items()):
+        crc = zlib.crc32(name.encode(), crc)
+        array = tensor.asnumpy()
+        zeros = int(array) if array.shape == () and array.dtype.kind in "iu" else -1
+        if 0 <= zeros <= _MOST_ZEROS:
+            for start in range(0, zeros, PIECE_BYTES):
+                crc = zlib.crc32(bytes(min(PIECE_BYTES, zeros - start)), crc)
+        else:
+            crc = zlib.crc32(_raw(tensor), crc)
     return crc
 
 
-def _check_format(function: str, value: object) -> None:
-    if value not in ("ckpt", "safetensors"):
-        raise UsageError(f"{function}: format is {value!r}; expected 'ckpt' or 'safetensors'", code="unknown-format")
-
-
-class _InMemory:
-    """A store of one file, a BytesIO."""
-
-    def __init__(self, content: BytesIO) -> None:
-        self._content = content
-
-    def size(self, path: str) -> int:  # noqa: ARG002 -- as `RangeStore` has it
-        return self._content.getbuffer().nbytes
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        with self._content.getbuffer() as content:  # not kept: Python cannot close a BytesIO in use
-            if offset + len(buffer) > len(content):
-                raise truncated(path, len(content), offset + len(buffer))
-            buffer[:] = content[offset : offset + len(buffer)]
-
-
-def _opened(file: object, format: str, cipher: Cipher | None) -> tuple[str, RangeStore]:  # noqa: A002 -- as above
-    """Check the file's name, and return it with a store that reads it."""
-    _check_format("load_checkpoint", format)
-    if isinstance(file, BytesIO):
-        if format == "ckpt":
-            raise TypeError("load_checkpoint: a BytesIO can be loaded with format='safetensors' only")
-        return "<BytesIO>", _InMemory(file)
-    if not isinstance(file, str | os.PathLike):
-        raise TypeError(f"load_checkpoint: ckpt_file_name is a {type(file).__name__}; expected a path")
-    path: str = os.fspath(file)
-    if not path.endswith(format):
+def load_files(
+    files: list[Path], cipher: Cipher | None, selects: Callable[[str], bool], *, crc_check: bool = False
+) -> dict[str, Any]:
+    """Load the entries of files whose names are selected, Parameters and text, as those of one file."""
+    store = local_store() if cipher is None else cipher.store()
+    loaded: dict[str, Any] = {}
+    for path in map(os.path.realpath, files):
+        index = index_file(path, store=store)
+        if index.deduplicated:
+            _log.warning("%s: is one of a de-duplicated set; it lacks what other ranks store for this one", path)
+        part = _read_entries(path, index, store, (lambda _: True) if crc_check else selects)
+        if crc_check:
+            _check_crc(path, index, store, part)
+            part = {name: value for name, value in part.items() if selects(name)}
+        different = [name for name in part if name in loaded and _content(part[name]) != _content(loaded[name])]
+        if different:
+            raise SourceError(
+                f"{names(map(repr, different))} of {path} differ from those of another file",
+                code="files-disagree",
+                hint="move away files of others, or choose with specify_prefix, filter_prefix or choice_func",
+            )
+        loaded |= part
+    if not loaded:
         raise UsageError(
-            f"load_checkpoint: {path} does not end with {format!r}",
-            code="wrong-extension",
-            hint="give format= as its name ends",
+            f"nothing is left to load of {names(map(str, files))}",
+            code="no-tensors",
+            hint="check filter_prefix, specify_prefix and choice_func",
         )
-    if not Path(path).exists():
-        raise SourceError(f"{path} does not exist", code="not-found")
-    return os.path.realpath(path), local_store() if cipher is None else cipher.store()
+    return loaded
 
 
-def read_entries(path: str, index: FileIndex, store: RangeStore, selects: Callable[[str], bool]) -> dict[str, Any]:
-    """Read the entries whose names are selected: Parameters and text."""
+def _content(value: Any) -> object:
+    return value if isinstance(value, str) else (value.dtype, value.shape, value.array.tobytes())
+
+
+def _read_entries(path: str, index: FileIndex, store: RangeStore, selects: Callable[[str], bool]) -> dict[str, Any]:
     for name in map_parameters(path, index, selects):
         _log.warning("%s: %r %s; it is left out", path, name, MAP_PARAMETER)
     order = index.entries if index.format == "ckpt" else sorted(index.entries)
@@ -338,53 +296,39 @@ def read_entries(path: str, index: FileIndex, store: RangeStore, selects: Callab
         if entry.text is not None:
             values[name] = entry.text
             continue
+        if entry.dtype.bits:
+            raise SourceError(f"{path}: {name!r} is {entry.dtype}; numpy has no such dtype", code="unsupported-dtype")
         raw = np.empty(entry.nbytes, np.uint8)
         for want in wants(path, entry.runs, 0, raw.data):
             store.read_into(*want)
-        array = raw.view(entry.dtype.numpy()).reshape(entry.shape)
-        values[name] = Parameter.over(Tensor.of_kind(array, entry.dtype), name)
+        values[name] = Parameter.over(raw.view(dtype_of(entry.dtype)).reshape(entry.shape), name)
     return values
 
 
-def _check_crc(path: str, index: FileIndex, store: RangeStore) -> None:
+def _check_crc(path: str, index: FileIndex, store: RangeStore, entries: Mapping[str, Any]) -> None:
     """Compare the CRC of a file's contents with the CRC in the file."""
     if index.crc is None:
         _log.warning("%s: carries no CRC to check", path)
         return
     if index.format == "ckpt":
-        summed = ((0, store.size(path) - TRAILER_BYTES),)
-        crcs = iter([_crc(_pieces(path, summed, store))])
+        crc = crc_of_range(store, path, 0, store.size(path) - TRAILER_BYTES, crc32)
     else:
-        entries = [(name, entry) for name, entry in index.entries.items() if entry.text is None]
-        crcs = (
-            _named_crc(
-                ((name, entry.dtype, entry.shape, _pieces(path, entry.runs, store)) for name, entry in entries),
-                as_mindspore=as_mindspore,
-            )
-            for as_mindspore in (True, False)
-        )
-    if index.crc not in crcs:
+        crc = _named_crc({name: value for name, value in entries.items() if not isinstance(value, str)})
+    if index.crc != crc:
         raise SourceError(
             f"the contents of {path} do not have the CRC that it carries ({index.crc})", code="wrong-checksum"
         )
 
 
-def _prefixes(value: object, argument: str) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    prefixes = (value,) if isinstance(value, str) else value
-    if not isinstance(prefixes, list | tuple) or not all(isinstance(prefix, str) for prefix in prefixes):
-        raise TypeError(f"load_checkpoint: {argument} is {value!r:.60}; expected a string, or a list of strings")
-    if not prefixes or "" in prefixes:
-        raise UsageError(
-            f"load_checkpoint: {argument} is empty or holds an empty string; expected beginnings of names",
-            code="empty-value",
-        )
-    return tuple(prefixes)
+def _prefixes(value: Prefixes, argument: str) -> tuple[str, ...] | None:
+    prefixes = (value,) if isinstance(value, str) else None if value is None else tuple(value)
+    if prefixes is not None and (not prefixes or "" in prefixes):
+        raise UsageError(f"{argument} is empty, or holds an empty string", code="empty-value")
+    return prefixes
 
 
 def name_filter(
-    specify_prefix: object, filter_prefix: object, choice_func: Callable[[str], bool] | None
+    specify_prefix: Prefixes, filter_prefix: Prefixes, choice_func: Callable[[str], bool] | None
 ) -> Callable[[str], bool]:
     """Return a predicate on names; a prefix takes precedence over `choice_func`."""
     specified, filtered = _prefixes(specify_prefix, "specify_prefix"), _prefixes(filter_prefix, "filter_prefix")
@@ -393,70 +337,33 @@ def name_filter(
     return lambda name: name.startswith(specified or "") and not name.startswith(filtered or ())
 
 
-def cipher_of(key: object, mode: object, format: str, which: str) -> Cipher | None:  # noqa: A002 -- as above
-    """Return the cipher for a key, else None; `which` is `enc` or `dec`."""
-    _expect(f"{which}_key", key, (bytes, type(None)))
-    _expect(f"{which}_mode", mode, str)
-    if format == "safetensors" and (key is not None or mode != "AES-GCM"):
-        raise UsageError(
-            "safetensors files are not encrypted",
-            code="not-encryptable",
-            hint=f"leave {which}_key and {which}_mode out",
-        )
-    return Cipher(mode, key) if isinstance(key, bytes) and isinstance(mode, str) else None
-
-
-def _expect(argument: str, value: object, kinds: type | tuple[type, ...], error: type[Exception] = UsageError) -> None:
-    """Check an argument's type; MindSpore raises ValueError for most, TypeError for some."""
-    if not isinstance(value, kinds):
-        expected = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise error(f"{argument} is a {type(value).__name__}; expected {expected}")
-
-
-def _target_path(save_obj: object, ckpt_file_name: object, format: str) -> str:  # noqa: A002 -- as above
-    _check_format("save_checkpoint", format)
-    if isinstance(save_obj, str | bytes | int | float | None):
-        raise TypeError(f"save_checkpoint: save_obj is {type(save_obj).__name__}; expected a dict, a list or a network")
-    if not isinstance(ckpt_file_name, str | os.PathLike):
-        raise TypeError(f"save_checkpoint: ckpt_file_name is a {type(ckpt_file_name).__name__}; expected a path")
-    path: str = os.path.realpath(ckpt_file_name)
-    if Path(path).is_dir():
-        raise IsADirectoryError(f"save_checkpoint: {path} is a directory; expected the name of a file")
-    return path if path.endswith(format) else f"{path}.{format}"
+def cipher_of(key: bytes | None, mode: str, format: str) -> Cipher | None:  # noqa: A002 -- as above
+    """Return the cipher for a key, else None."""
+    if key is not None and format == "safetensors":
+        raise UsageError("safetensors files are not encrypted", code="not-encryptable", hint="leave the key out")
+    return None if key is None else Cipher(mode, key)
 
 
 def _values_by_name(save_obj: Any) -> dict[str, Any]:
     """Return the values to save by name."""
-    values: dict[Any, Any] = {}
     if not isinstance(save_obj, list | tuple):
-        values = parameters_of(save_obj, "save_obj")
-    else:
-        for number, item in enumerate(save_obj):
-            argument = f"save_checkpoint: save_obj[{number}]"
-            if not isinstance(item, dict):
-                parameter = as_parameter(item, argument)
-                values[parameter.name] = parameter
-            elif {"name", "data"} <= set(item):
-                values[item["name"]] = item["data"]
-            else:
-                raise TypeError(f"{argument} is a dict without 'name' and 'data'; expected both")
-    for name in values:
-        if not isinstance(name, str):
-            raise TypeError(f"save_checkpoint: a name is a {type(name).__name__} ({name!r}); expected a string")
+        return parameters_of(save_obj, "save_obj")
+    values: dict[str, Any] = {}
+    for number, item in enumerate(save_obj):
+        if isinstance(item, dict):
+            values[item["name"]] = item["data"]
+        else:
+            parameter = as_parameter(item, f"save_obj[{number}]")
+            values[parameter.name] = parameter
     return values
 
 
-def _appended(append_dict: Any) -> dict[str, Any]:
+def _appended(append_dict: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the entries of `append_dict` as they are saved."""
-    if not isinstance(append_dict, dict | None):
-        raise TypeError(f"save_checkpoint: append_dict is a {type(append_dict).__name__}; expected a dict")
     entries: dict[str, Any] = {}
     for name, value in (append_dict or {}).items():
-        if not isinstance(name, str) or not (isinstance(value, int | float | str) or is_array(value)):
-            raise TypeError(
-                f"save_checkpoint: append_dict[{name!r}] is a {type(value).__name__}; expected names as strings and "
-                "numbers, bools, strings, Parameters or Tensors"
-            )
+        if not (isinstance(value, int | float | str) or is_array(value)):
+            raise TypeError(f"append_dict[{name!r}] is a {type(value).__name__}; expected a number or a Parameter")
         if name != "__exception_save__":  # MindSpore's own marker between its parts
             entries[name] = value if isinstance(value, str) else Tensor(value)
     return entries

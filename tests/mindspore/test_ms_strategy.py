@@ -9,22 +9,16 @@ import helpers
 import numpy as np
 import pytest
 from checkpoints import write_file
-from generators import laid_out
-from hypothesis import given
 from refusals import refused
 
 import reshard
 import reshard.mindspore as ms
 from reshard.core.layout.layout import Layout
 from reshard.errors import StrategyError
-from reshard.mindspore.strategy import ParallelLayouts, layout_of
 from reshard.strategy.proto import message_class
-from reshard.strategy.strategy import Placed
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from reshard.core.layout.block import Shape
 
 
 def strategy_file(path: Path, **layouts: Layout) -> str:
@@ -49,18 +43,18 @@ def test_layouts_are_read_by_the_fields_of_mindspores_message(tmp_path: Path) ->
 def test_nested_maps_are_one_message_a_dimension(tmp_path: Path) -> None:
     path = strategy_file(tmp_path / "s.ckpt", a=Layout.of([2, 2], [-1, (1, 0)]), b=Layout.of([2, 2], [(1, 0)]))
     found = ms.build_searched_strategy(path)
-    assert [part.dim for part in found["a"].tensor_map] == [(-1,), (1, 0)]
-    assert [part.dim for part in found["b"].tensor_map] == [(1, 0), ()]
+    assert [list(part.dim) for part in found["a"].tensor_map] == [[-1], [1, 0]]
+    assert [list(part.dim) for part in found["b"].tensor_map] == [[1, 0], []]
+    strategy = reshard.Strategy.of({"a": Layout.of([2, 2], [-1, (1, 0)])}, shapes={"a": (4, 4)})
+    reshard.write_strategy(strategy, tmp_path / "s.json")
+    with refused(ValueError, "unknown-nesting", "tensor 'a'"):  # JSON has it expanded, and the message has no shape
+        ms.build_searched_strategy(tmp_path / "s.json")
 
 
 def test_a_merged_file_has_its_stages_in_the_names(tmp_path: Path) -> None:
     rows = Layout.of([2], [0])
     reshard.write_strategy(reshard.Strategy.of({"w": {0: rows, 1: rows}, "v": {1: rows}}), tmp_path / "s.json")
     assert list(ms.build_searched_strategy(tmp_path / "s.json")) == ["0-w", "1-w", "1-v"]
-
-
-def test_no_file_is_not_a_strategy() -> None:
-    assert ms.build_searched_strategy(None) is None
 
 
 def test_every_real_file_reads_as_protobuf_has_it(mindspore_data: Path) -> None:
@@ -70,38 +64,7 @@ def test_every_real_file_reads_as_protobuf_has_it(mindspore_data: Path) -> None:
         found = ms.build_searched_strategy(path)
         assert list(found) == [item.param_name for item in message.parallel_layout_item]
         for item in message.parallel_layout_item:
-            given, ours = item.parallel_layouts, found[item.param_name]
-            for field in ("dev_matrix", "tensor_map", "param_split_shape", "indices_offset"):
-                assert [part.dim for part in getattr(ours, field)] == [
-                    tuple(part.dim) for part in getattr(given, field)
-                ]
-            for field in ("field", "opt_weight_shard_step", "opt_weight_shard_size"):
-                assert getattr(ours, field) == getattr(given, field)
-
-
-@given(laid_out())
-def test_layouts_come_back_from_mindspores_terms(pair: tuple[Layout, Shape]) -> None:
-    layout, shape = pair
-    assert layout_of(ParallelLayouts.of(Placed(0, layout, shape))) == (layout, shape)
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [(None, "not-found"), (b"", "empty-file"), (b"\xff\xff", "not-a-strategy"), (b"\x08\x02", "no-tensors")],
-)
-def test_files_that_are_no_strategy_are_refused(tmp_path: Path, content: bytes | None, code: str) -> None:
-    if content is not None:
-        (tmp_path / "s.ckpt").write_bytes(content)
-    with refused(ValueError, code, tmp_path / "s.ckpt"):
-        ms.build_searched_strategy(str(tmp_path / "s.ckpt"))
-
-
-@pytest.mark.parametrize("given", [1, ["s.ckpt"], b"s.ckpt"])
-def test_what_is_not_a_path_is_a_type_error(given: Any) -> None:
-    with pytest.raises(TypeError, match="^strategy_filename is "):
-        ms.build_searched_strategy(given)
-    with pytest.raises(TypeError, match="^group_info_file_name is "):
-        ms.restore_group_info_list(given)
+            assert found[item.param_name].SerializeToString() == item.parallel_layouts.SerializeToString()
 
 
 # merge_pipeline_strategys
@@ -127,8 +90,6 @@ def test_one_stage_gets_its_number_too(tmp_path: Path) -> None:
 def test_merging_refuses_what_it_cannot_merge(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="src_strategy_dirs .*/none "):
         ms.merge_pipeline_strategys(str(tmp_path / "none"), str(tmp_path / "dst.ckpt"))
-    with pytest.raises(TypeError, match="src_strategy_dirs .*int 3"):
-        ms.merge_pipeline_strategys(3, str(tmp_path / "dst.ckpt"))
     (tmp_path / "src").mkdir()
     with refused(ValueError, "no-strategy-file", tmp_path / "src"):
         ms.merge_pipeline_strategys(tmp_path / "src", tmp_path / "dst.ckpt")
@@ -155,7 +116,7 @@ def test_the_ranks_of_a_group_info_file(tmp_path: Path) -> None:
     ("content", "code"),
     [
         (None, "not-found"),
-        (b"", "empty-file"),
+        (b"", "not-a-group-info-file"),
         (b"\xff", "not-a-group-info-file"),
         (b"\x1a\x00", "not-a-group-info-file"),
     ],
@@ -182,8 +143,8 @@ def test_ranks_are_those_of_this_process_s_stage(tmp_path: Path, monkeypatch: py
 
 
 def test_what_is_not_a_layout_of_mindspore_s_is_refused() -> None:
-    with refused(StrategyError, "wrong-type", "Placed", "tensor_map"):
-        ms.get_parameter_redundancy({"b": Placed(0, Layout.of([4], [-1]))}, 0)
+    with refused(StrategyError, "wrong-type", "SimpleNamespace", "tensor_map"):
+        ms.get_parameter_redundancy({"b": SimpleNamespace(dev_matrix=[])}, 0)
 
 
 def test_the_stages_of_a_merged_file_have_ranks_of_their_own(tmp_path: Path) -> None:
@@ -193,12 +154,6 @@ def test_the_stages_of_a_merged_file_have_ranks_of_their_own(tmp_path: Path) -> 
         reshard.write_strategy(strategy, tmp_path / name)
         found = ms.get_parameter_redundancy(tmp_path / name, 0)
         assert found == {"0-w": ((0, 1),), "1-v": ((2,), (3,)), "1-w": ((2, 3),)}
-
-
-def test_a_directory_is_read_as_merged(mindspore_data: Path, tmp_path: Path) -> None:
-    folder = next(path for path in sorted((mindspore_data / "strategies").glob("pipe_*")) if path.is_dir())
-    ms.merge_pipeline_strategys(folder, tmp_path / "merged.ckpt")
-    assert ms.get_parameter_redundancy(folder) == ms.get_parameter_redundancy(tmp_path / "merged.ckpt")
 
 
 def test_every_entry_of_a_nested_map_counts() -> None:
@@ -221,10 +176,8 @@ def test_a_layout_as_a_compiled_network_has_it() -> None:
     assert ms.get_parameter_redundancy({"w": plain, "v": sharded}) == {
         "w": ((0, 2), (1, 3)), "v": ((0,), (2,), (1,), (3,)),
     }  # fmt: skip
-    with refused(ValueError, "unknown-count", "parameter 'v'", "'2-group'", "[4, 2]"):
+    with refused(ValueError, "unknown-count", "parameter 'v'", "'2-group'", "(4, 2)"):
         ms.get_parameter_redundancy({"v": (*sharded[:2], (4, 2), *sharded[3:])})
-    with refused(ValueError, "bad-value", "parameter 'v'", "([2],)"):
-        ms.get_parameter_redundancy({"v": ([2],)})
 
 
 def test_a_network_that_is_not_parallel_is_whole_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +196,6 @@ def test_replicas_are_stored_once_by_turns() -> None:
     assert ms.remove_param_redundancy({}) == {}
     with refused(ValueError, "out-of-range", "keep_redundancy", "-1"):
         ms.remove_param_redundancy(redundancy, -1)
-    for wrong in (True, "2", 1.5):
-        with pytest.raises(TypeError, match=f"keep_redundancy .*{type(wrong).__name__}"):
-            ms.remove_param_redundancy(redundancy, wrong)  # type: ignore[arg-type]
 
 
 def test_a_network_that_was_compiled_is_not_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,45 +238,18 @@ def found(ranks: Path, path: str = "rank_2/x-1_40.ckpt") -> str | None:
     return None if result is None else result.removeprefix(f"{ranks}/")
 
 
-def test_a_replica_s_checkpoint_is_found(ranks: Path) -> None:
+def test_the_rank_s_own_checkpoint_is_found_or_a_replica_s(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(ranks) == "rank_0/x-1_40.ckpt"
-    (ranks / "rank_0/x-1_40.ckpt").unlink()
-    assert found(ranks) == "rank_1/x-1_40.ckpt"
-
-
-def test_one_s_own_checkpoint_comes_first(ranks: Path) -> None:
-    write_file(ranks / "rank_2/x-1_40.ckpt", {"w": np.zeros(2, np.float32)}, "ckpt")
-    assert found(ranks) == "rank_2/x-1_40.ckpt"
-
-
-def test_a_number_that_begins_alike_is_another_rank(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MindSpore finds `rank_1` in `rank_12` and loads that rank's weights."""
-    monkeypatch.setenv("RANK_ID", "1")
+    assert found(ranks, "x.ckpt") is None
+    monkeypatch.setenv("RANK_ID", "1")  # MindSpore finds `rank_1` in `rank_12` and loads that rank's weights
     assert found(ranks, "rank_12/x-1_40.ckpt") == "rank_0/x-1_40.ckpt"
-
-
-def test_a_file_that_is_cut_short_is_passed_over(ranks: Path) -> None:
-    whole = ranks / "rank_0/x-1_40.ckpt"
-    whole.write_bytes(whole.read_bytes()[:-3])
-    with pytest.warns(UserWarning, match=r"rank_0/x-1_40\.ckpt"):
-        assert found(ranks) == "rank_1/x-1_40.ckpt"
-
-
-def test_an_encrypted_file_is_taken_for_whole(ranks: Path) -> None:
-    (ranks / "rank_0/x-1_40.ckpt").write_bytes(0x7F3A5ED8.to_bytes(4, "little") + bytes(60))
-    assert found(ranks) == "rank_0/x-1_40.ckpt"
-
-
-def test_no_replica_is_not_a_path(ranks: Path) -> None:
+    monkeypatch.setenv("RANK_ID", "2")
     for rank in (0, 1, 3):
         (ranks / f"rank_{rank}/x-1_40.ckpt").unlink()
     assert found(ranks) is None
-
-
-def test_a_path_without_a_rank_is_itself(ranks: Path) -> None:
-    assert found(ranks, "x.ckpt") is None
-    write_file(ranks / "x.ckpt", {"w": np.zeros(2, np.float32)}, "ckpt")
-    assert found(ranks, "x.ckpt") == "x.ckpt"
+    for path in ("rank_2/x-1_40.ckpt", "x.ckpt"):
+        write_file(ranks / path, {"w": np.zeros(2, np.float32)}, "ckpt")
+        assert found(ranks, path) == path
 
 
 def test_a_replica_holds_the_same_of_every_parameter(ranks: Path) -> None:
@@ -335,11 +258,3 @@ def test_a_replica_holds_the_same_of_every_parameter(ranks: Path) -> None:
     assert found(ranks) == "rank_0/x-1_40.ckpt"
     (ranks / "rank_0/x-1_40.ckpt").unlink()
     assert found(ranks) is None
-
-
-# Next to MindSpore.
-
-
-def test_other_kinds_of_layouts_are_a_type_error() -> None:
-    with pytest.raises(TypeError, match="layout_obj .*int"):
-        ms.get_parameter_redundancy(3)

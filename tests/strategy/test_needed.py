@@ -12,7 +12,7 @@ from refusals import refused
 import reshard
 from reshard.core.layout.layout import Layout
 from reshard.errors import LayoutError, UsageError
-from reshard.strategy.needed import lacking_ranks, needed_ranks
+from reshard.strategy.needed import needed_ranks
 from reshard.strategy.strategy import Placed, Strategy
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def test_a_tensor_of_several_stages_comes_from_the_lowest() -> None:
     source = Strategy.of({"tied": {0: layout, 1: layout}, "head": {1: layout}})
     assert needed_ranks(source, None, 0) == (0, 1, 2, 3)
     assert needed_ranks(source, Strategy.of({"tied": Layout.of([1], [-1])}), 0) == (0, 1)
-    assert lacking_ranks(source, None, 0, {2, 3}) == {}  # the files of the other stage may do as well
 
 
 def test_only_what_the_targets_stage_holds_counts() -> None:
@@ -51,13 +50,6 @@ def test_only_what_the_targets_stage_holds_counts() -> None:
     assert needed_ranks(source, target, 0) == (0, 1)
     assert needed_ranks(source, target, 1) == (1,)
     assert needed_ranks(source, Strategy.of({"c": Layout.of([1], [-1])}), 0) == (0,)  # copies come from somewhere
-
-
-def test_lacking_ranks_are_told_with_their_tensors() -> None:
-    source = Strategy.of({"a": Layout.of([4], [0]), "b": Layout.of([2, 2], [1]), "c": Layout.of([4], [-1])})
-    assert lacking_ranks(source, None, 0, {0, 1, 2}) == {3: ["a"]}
-    assert lacking_ranks(source, None, 0, {0, 1}) == {2: ["a", "b"], 3: ["a", "b"]}
-    assert lacking_ranks(source, None, 0, {0, 1, 2, 3}) == {}
 
 
 def test_expanded_json_layouts_are_folded_to_the_other_sides_dimensions() -> None:
@@ -120,10 +112,6 @@ def test_it_suffices_and_none_can_be_left_out(data: st.DataObject) -> None:
 
     found = needed_ranks(source, target, rank)
     assert suffices(found)
-    assert not lacking_ranks(source, target, rank, found)
     for gone in found:
         rest = tuple(r for r in found if r != gone)
-        lacking = lacking_ranks(source, target, rank, rest)
         assert not suffices(rest)
-        assert lacking
-        assert suffices((*rest, *lacking))

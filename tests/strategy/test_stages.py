@@ -6,6 +6,7 @@ The pipeline is the tutorial's, 2 stages of 4 ranks; MindSpore wrote a strategy 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from dataclasses import dataclass, replace
@@ -149,7 +150,7 @@ def test_a_stage_of_the_source_that_is_asked_for_says_what_others_have(
     told = json.loads(done("convert", "--to=mindspore", *read[:1], tmp_path / "set", *read[2:], "--json").stdout)
     assert told["missing"] == whole["missing"]
     report = done("convert", *read[:1], tmp_path / "words", *command[3:], "-v")
-    assert f"missing, because the source does not have it: {len(others)} names: " in report.stdout
+    assert re.search(rf"missing +{len(others)} names: ", report.stdout)
 
 
 def test_python_is_asked_for_the_stage_too(pipeline: Pipeline, tmp_path: Path) -> None:
@@ -322,11 +323,11 @@ def test_a_stage_without_tensors_has_ranks(tmp_path: Path, extension: str) -> No
 def test_mindspores_names_take_the_target_s_stage_for_no_model(pipeline: Pipeline, tmp_path: Path) -> None:
     """MindSpore copies what a target strategy does not name; the weights of other stages would be lost here."""
     for stage, name in (FIRST, LAST):
-        for read in ((pipeline.four, pipeline.four_strategy), (pipeline.whole, None)):
-            with refused(StrategyError, "one-stage", "dst_strategy_file", f"stage {stage}"):
-                ms.transform_checkpoints(read[0], tmp_path / "out", "checkpoint_", read[1], pipeline.files / name)
+        source = (pipeline.four, tmp_path / "out", "checkpoint_", pipeline.four_strategy)
+        with refused(StrategyError, "one-stage", f"stage {stage}"):
+            ms.transform_checkpoints(*source, pipeline.files / name)
         ms.unified_safetensors(pipeline.four, pipeline.four_strategy, tmp_path / "set")
-        with refused(StrategyError, "one-stage", "predict_strategy", f"stage {stage}"):
+        with refused(StrategyError, "one-stage", f"stage {stage}"):
             ms.load_distributed_checkpoint(
                 None, predict_strategy=pipeline.files / name, format="safetensors",
                 unified_safetensors_dir=tmp_path / "set", dst_safetensors_dir=tmp_path / "out",
