@@ -4,16 +4,13 @@ Ranks with the same role have files that differ only in contents. A file that ha
 the same bytes outside of contents, has the same index: comparing takes a tenth of the time of parsing, and 4,096 ranks
 with an index each would not fit into memory. At URLs, the heads of many files are requested at once, each as long as
 the header is expected to be.
-
-Digests cover facts that must be equal on two machines, or in two runs. None depends on a time, because copying a file
-changes it.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.model.checkpoint import SourceFile
@@ -24,7 +21,7 @@ from reshard.core.storage.decryption import MAGICS
 from reshard.core.storage.places import in_batches, workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError
-from reshard.kits.files import REMOTE_HEAD, NothingReadableError, index_file
+from reshard.kits.files import REMOTE_HEAD, header_of, refuse_unreadable
 from reshard.kits.safetensors import refuse_blocks
 
 if TYPE_CHECKING:
@@ -37,10 +34,6 @@ if TYPE_CHECKING:
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; other content, such as a hash table, may be huge
 
 _LEAST_HEAD = 64 << 10  # a request takes longer than that
-
-_SMALL = 64 << 10
-_PAGE = 4096
-_PAGES = 4
 
 
 class _Header(NamedTuple):
@@ -60,15 +53,10 @@ class Headers:
         self._entries: dict[int, list[FileIndex]] = {}  # indexes with distinct entries, by number of entries
         self._headers = count()
         self._lock = threading.Lock()  # headers at URLs are read side by side
-        self.refused: list[NothingReadableError] = []
 
     def read(self, path: str, head: bytes = b"") -> FileIndex:
-        """Return the index of a file that was not compared with others; keep the error if it has nothing to read."""
-        try:
-            return index_file(path, store=self._store, head=head)
-        except NothingReadableError as error:
-            self.refused.append(error)
-            return error.index
+        """Return the index of a file that was not compared with others."""
+        return self.shared(header_of(path, store=self._store, head=head))
 
     def index(self, path: str) -> FileIndex:
         """Return the index of a file; raise `SourceError` if it is invalid."""
@@ -76,7 +64,7 @@ class Headers:
         header = self._known.get(size)
         if header is not None and self._store.holds(path, header.pieces):
             return header.file_index
-        index = self.shared(self.read(path))
+        index = self.read(path)
         runs = gaps(index, size)
         if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
             reader = RangeReader(path, store=self._store, window=0)
@@ -108,7 +96,7 @@ class Headers:
                 if known and head.startswith(known.pieces[0][1]):
                     yield known.file_index
                     continue
-                index = self.shared(self.read(path, head))
+                index = self.read(path, head)
                 runs = gaps(index, size)
                 if len(runs) == 1 and runs[0][1] <= _MOST_HELD:  # a header, and contents behind it
                     head = RangeReader(path, store=self._store, window=0, head=head).read(*runs[0])
@@ -187,23 +175,16 @@ def read_indexes(
         SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
         for path, (status, index) in zip(paths, _read(headers, paths, cipher), strict=True)
     ]
-    if headers.refused and not any(file.index.entries for file in files):
-        raise headers.refused[0]
+    if not any(file.index.entries for file in files):
+        for file in files:
+            refuse_unreadable(file.path, file.index)
     return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
-
-
-def _states(paths: Sequence[Place]) -> list[Status]:
-    """Return the states of files at URLs; a share for each thread, since a listing has told most of them."""
-    size = -(-len(paths) // max(workers_at(paths), 1)) or 1
-    shares = [paths[begin : begin + size] for begin in range(0, len(paths), size)]
-    states = map_ordered(lambda share: [path.status() for path in share], shares, len(shares))
-    return list(chain.from_iterable(states))
 
 
 def _read(headers: Headers, paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[Status, FileIndex]]:
     """Return the state and the header of every file."""
     if cipher is None and all(path.can.has_latency and path.suffix != ".ckpt" for path in paths):
-        states = _states(paths)
+        states = list(map_ordered(lambda path: path.status(), paths, workers_at(paths)))
         files = ((str(path), state.nbytes) for path, state in zip(paths, states, strict=True))
         return zip(states, headers.of_heads(files), strict=True)
 
@@ -214,7 +195,7 @@ def _read(headers: Headers, paths: Sequence[Place], cipher: Cipher | None) -> It
         if empty:
             return status, headers.shared(FileIndex("ckpt", {}))
         if path.can.has_latency:  # comparing it with a known header would take as many requests
-            return status, headers.shared(headers.read(str(path)))
+            return status, headers.read(str(path))
         return status, headers.index(str(path))
 
     return map_ordered(header, paths, workers_at(paths))
