@@ -174,7 +174,7 @@ def _fitting(path: AnyName, opening: OpenOptions) -> str:
             ranks,
             lambda candidate: open_checkpoint(path, **vars(replace(opening, strategy=candidate)), contents=False),
         )
-        return str(fitting[0]) if fitting else ""
+        return fitting[0] if fitting else ""
     return ""
 
 
@@ -321,7 +321,7 @@ def _kept_ranks(
     is_directory = source.is_dir() and not (target is not None and is_file_name(target))
     if not is_directory or not has_several_ranks(source, opening.rank_pattern, opening.suffix):
         return None
-    is_known, change = ledger_layout(source, opening.cipher, described=False)
+    is_known, change = ledger_layout(source, opening.cipher)
     if is_known or change:
         return None
     note = f"nothing says how {source} was sharded, so each rank keeps what it has; to join them pass "

@@ -7,18 +7,15 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from reshard.core.format import find, formats, options_refused
+from reshard.core.format import Found, find, formats
 from reshard.core.listing import RANK_PATTERN, Listing, OpenOptions
-from reshard.core.records.logs import DIRECTORY, unfinished
+from reshard.core.records.logs import DIRECTORY, leftovers, unfinished
 from reshard.core.runs import iteration_of
 from reshard.core.storage.base import reading
 from reshard.core.storage.places import AnyName, as_place
 from reshard.errors import SourceError, UnansweredError
 from reshard.expressions.quantized.methods import noting_method
 from reshard.formats.made import made_at, with_strategy
-from reshard.formats.ranks.directories import leftovers
-from reshard.formats.ranks.opening import has_several, open_ranks, read_files, refuse_unused
-from reshard.formats.ranks.reader import IndexedFiles
 from reshard.kits.indexes import HYPER_FILES, set_indexes
 
 P = ParamSpec("P")
@@ -28,9 +25,8 @@ S = TypeVar("S")
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reshard.core.format import Found
     from reshard.core.listing import Contents
-    from reshard.core.model.checkpoint import Checkpoint, SourceFile
+    from reshard.core.model.checkpoint import Checkpoint, IndexedFiles, SourceFile
     from reshard.core.storage.cipher import Cipher
 
 
@@ -48,7 +44,7 @@ def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
                 raise
             root = as_place(str(path))
             progress = None
-            with suppress(SourceError):  # the first error says more
+            with suppress(SourceError, OSError):
                 progress = unfinished(str(root.absolute())) if DIRECTORY in root.names() else None
             if progress is None:
                 raise
@@ -72,27 +68,23 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         options: as in `OpenOptions`.
     """
     asked = OpenOptions(**{name: value for name, value in options.items() if name != "layouts" or value is not None})
-    if isinstance(path, Mapping):
-        return open_ranks(path, asked, contents=contents)
-    here = Listing(as_place(path))
-    found = find(here, asked.step)
-    _check_iteration(found, asked)
-    return found.open(asked, contents=contents)
-
-
-def _check_iteration(found: Found, options: OpenOptions) -> None:
-    """Refuse another step than that of a checkpoint.
-
-    Raises:
-        SourceError: it is not the step that is asked for.
-    """
+    found = _found(path, asked.step)
     is_one = found.format.describes and "step" not in found.format.takes
-    if is_one and options.step not in {None, iteration_of(found.place, numbered=True)}:
+    if is_one and asked.step not in {None, iteration_of(found.place, numbered=True)}:
         raise SourceError(
-            f"{found.place} is one checkpoint, not a run with step {options.step}",
+            f"{found.place} is one checkpoint, not a run with step {asked.step}",
             code="no-such-iteration",
             hint="open the directory of the run",
         )
+    return found.open(asked, contents=contents)
+
+
+def _found(path: AnyName | Mapping[int, AnyName], step: int | None = None) -> Found:
+    """Return a checkpoint by its names; files by rank are of the last format, which takes any files."""
+    if not isinstance(path, Mapping):
+        return find(Listing(as_place(path)), step)
+    above = as_place(next(iter(path.values()), "")).parent
+    return Found(formats()[-1], Listing(above, ()), by_rank=path)
 
 
 def is_described(path: AnyName, names: Sequence[str] | None = None) -> bool:
@@ -121,14 +113,14 @@ def files_of_sources(checkpoint: Checkpoint) -> list[AnyName]:
 @_resumable
 @reading(SourceError)
 def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
-    """Return whether a checkpoint has several ranks, by file names; no header is read.
+    """Return whether a checkpoint needs a strategy, as it has several ranks; no header is read.
 
     Raises:
         SourceError: no files, no step that every rank has.
     """
-    here = Listing(as_place(path))
+    found = _found(path)
     options = OpenOptions(rank_pattern=rank_pattern, suffix=suffix)
-    return not find(here).format.describes and has_several(here.place, options, here.names)
+    return not found.format.describes and len(found.format.files_by_rank(found, options)) > 1
 
 
 @_resumable
@@ -143,18 +135,8 @@ def read_headers(path: AnyName | Mapping[int, AnyName], /, **of_files: Any) -> I
     Raises:
         SourceError: no files, no step that every rank has, a file that is not valid.
     """
-    options = OpenOptions(**of_files)
-    if isinstance(path, Mapping):
-        return read_files(path, options)
-    here = Listing(as_place(path))
-    found = find(here)
-    if not found.format.describes:
-        refuse_unused(here.place, here.names, options)
-        return read_files(here.place, options, here.names)
-    if options.given:
-        raise options_refused(path)
-    opened = found.open(contents=False)
-    return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.opening.step)
+    found = _found(path)
+    return found.format.headers(found, OpenOptions(**of_files))
 
 
 class LedgerLayout(NamedTuple):
@@ -164,14 +146,14 @@ class LedgerLayout(NamedTuple):
     change: str = ""
 
 
-def ledger_layout(path: AnyName, cipher: Cipher | None = None, *, described: bool | None = None) -> LedgerLayout:
-    """Return whether the ledger of a target gives its layout; `described` is as for `made_at`.
+def ledger_layout(path: AnyName, cipher: Cipher | None = None) -> LedgerLayout:
+    """Return whether the ledger of a target gives its layout.
 
     Raises:
         SourceError: files changed, and a header cannot be read.
     """
-    ledger = with_strategy(as_place(path), as_place(path).names(), described=described)
-    if ledger is None or (ledger.is_as_noted() and made_at(path, described=described) is not None):
+    ledger = with_strategy(as_place(path), as_place(path).names())
+    if ledger is None or (ledger.is_as_noted() and made_at(path) is not None):
         return LedgerLayout(ledger is not None)
     change = ledger.change(read_headers(path, cipher=cipher).files)
     return LedgerLayout(not change, change)

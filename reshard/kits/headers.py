@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.core.model.checkpoint import SourceFile
+from reshard.core.model.checkpoint import IndexedFiles, SourceFile
 from reshard.core.model.digests import gaps
 from reshard.core.model.entries import FileIndex, RangeReader
 from reshard.core.storage.cipher import required, store_of
@@ -27,6 +27,7 @@ from reshard.kits.safetensors import refuse_blocks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.rank_files import Step
     from reshard.core.storage.base import ReadStore, Status, Want
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place
@@ -144,6 +145,14 @@ def _start(path: Place) -> bytes:
     """Return the first four bytes of a file, in which an encrypted one has its magic."""
     path.status()  # this raises the specific error for a missing file
     return RangeReader(str(path), window=4).upto(0, 4)
+
+
+def index_ranks(
+    of_ranks: Mapping[int, Sequence[Place]], cipher: Cipher | None, warnings: list[str], step: Step | None = None
+) -> IndexedFiles:
+    """Index the files of each rank, with the key if they are encrypted."""
+    cipher = key_of([path.absolute() for paths in of_ranks.values() for path in paths], cipher)
+    return IndexedFiles(*indexed(of_ranks, cipher), warnings, step, cipher)
 
 
 def indexed(

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint, SourceFile
     from reshard.core.model.facts import SampleStats
     from reshard.core.plan.plan import Plan
+    from reshard.core.rank_files import Step
     from reshard.core.run.settings import Report
-    from reshard.formats.ranks.directories import Step
 
 _MOST_NAMES = 10
 _MOST_FILES = 8

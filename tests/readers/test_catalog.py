@@ -386,13 +386,14 @@ def test_the_newest_is_of_the_highest_step_or_of_another_directory_that_changed_
 
 def test_older_ones_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_steps(tmp_path, *range(1, 9))
-    looked = []
-    examined = reshard.formats.catalog._examined
+    looked: list[str] = []
+    opens = reshard.core.format.Found.open
     monkeypatch.setattr(
-        "reshard.formats.catalog._examined", lambda each, *more: (looked.append(each.step), examined(each, *more))[1]
+        "reshard.core.format.Found.open",
+        lambda found, *options, **more: looked.append(found.place.parent.name) or opens(found, *options, **more),
     )
     assert newest_complete(tmp_path)[0].step == "8"
-    assert looked == ["8"]
+    assert looked == ["step-8"]
 
 
 def test_none_is_complete(tmp_path: Path) -> None:

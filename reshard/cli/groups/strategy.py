@@ -228,8 +228,8 @@ def _refuse_unknown_layout(checkpoint: Place, opening: OpenOptions) -> None:
         SourceError: its ledger does, and a file changed since.
         UsageError: nothing says it.
     """
+    from reshard.core.records.made import changed_text
     from reshard.formats.open import is_described, ledger_layout
-    from reshard.formats.ranks.reader import changed_text
 
     if not checkpoint.is_dir() or is_described(checkpoint):
         return

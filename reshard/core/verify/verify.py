@@ -25,6 +25,8 @@ from reshard.core.model.reshape import with_shapes
 from reshard.core.plan.budget import comparison_budget
 from reshard.core.plan.changes import cast_advice, changes
 from reshard.core.plan.inputs import Selection
+from reshard.core.rank_files import rank_of
+from reshard.core.records.logs import leftovers
 from reshard.core.storage.cipher import required
 from reshard.core.storage.places import as_place
 from reshard.core.verify.by_manifest import verify_files
@@ -34,7 +36,6 @@ from reshard.core.verify.sums import check_carried, progress_callback, thread_co
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
 from reshard.formats.made import made_at
-from reshard.formats.ranks.directories import leftovers, rank_of
 from reshard.kits.indexes import read_index
 from reshard.kits.safetensors_library import by_library, read_by_library, unread_by_library
 

@@ -18,9 +18,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.listing import STEP_NAME
+from reshard.core.rank_files import EXTENSIONS, Step
 from reshard.errors import Option, ReshardError, SourceError, Text, names
-from reshard.formats.ranks.directories import Step
-from reshard.formats.ranks.names import EXTENSIONS
 from reshard.kits.files import is_save
 from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES
 from reshard.siblings import keeping_siblings, siblings_of

@@ -22,6 +22,7 @@ from reshard.core.listing import RANK_PATTERN, Listing
 from reshard.core.model.digests import digest
 from reshard.core.model.entries import SomeFiles
 from reshard.core.plan.inputs import ledger_provenance
+from reshard.core.rank_files import Step, every_file, families_of, is_checkpoint_name
 from reshard.core.records.logs import known
 from reshard.core.records.made import provenance_file
 from reshard.core.records.schema import is_inner_path
@@ -36,7 +37,6 @@ from reshard.core.storage.small import is_within
 from reshard.core.storage.urls.clients import in_s3
 from reshard.errors import Option, SourceError, TargetError, Text, names
 from reshard.formats.parts import all_parts, is_of_a_set
-from reshard.formats.ranks.directories import Step, every_file, families_of, is_checkpoint_name
 from reshard.formats.ranks.options import RankFiles
 from reshard.kits.indexes import SET_INDEX, set_indexes
 from reshard.strategy.strategy import Strategy
