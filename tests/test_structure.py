@@ -134,7 +134,7 @@ NAMING = {
 
 OF_FORMATS = {
     ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("core.plan.make", "ranks"), ("core.plan.make", "sets"),
-    ("core.run.state.beside", "ranks"), ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),
+    ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),
     ("mindspore.unified", "sets"),
 }  # fmt: skip
 """The modules outside of its folder that import a format: all but a few know files of ranks, the last resort."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard.core.listing import RANK_DIRECTORY
@@ -59,6 +59,12 @@ class Step(NamedTuple):
 def stem(path: Place) -> str:
     """Return a file's name without extension and pipeline stage."""
     return _PART.sub("", path.stem)
+
+
+def stage_mark(path: str) -> str:
+    """Return what a file of one stage of a pipeline has at the end of its name, such as `_part1`; else ""."""
+    match = _PART.search(PurePath(path).stem)
+    return match[0] if match else ""
 
 
 def _step(path: Place) -> re.Match[str] | None:
