@@ -133,7 +133,7 @@ NAMING = {
 """The modules outside of the folders that name a format, and why."""
 
 OF_FORMATS = {
-    ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("core.plan.make", "ranks"), ("core.plan.make", "sets"),
+    ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("core.plan.make", "sets"),
     ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),
     ("mindspore.unified", "sets"),
 }  # fmt: skip
