@@ -1,4 +1,4 @@
-"""Open a source: the first format that recognises it opens it."""
+"""Open a source: the first format that recognises it opens it. Read the ledger of one that is a target."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from reshard.core.format import Found, find, formats
+from reshard.core.format import Found, find, formats, marked
 from reshard.core.listing import RANK_PATTERN, Listing, OpenOptions
-from reshard.core.records.logs import DIRECTORY, leftovers, unfinished
-from reshard.core.runs import iteration_of
+from reshard.core.rank_files import EXTENSIONS
+from reshard.core.records.logs import DIRECTORY, UNREADABLE_LEDGER, leftovers, unfinished
+from reshard.core.records.made import made_of
+from reshard.core.runs import iteration_at, iteration_of
 from reshard.core.storage.base import reading
 from reshard.core.storage.places import AnyName, as_place
 from reshard.errors import SourceError, UnansweredError
 from reshard.expressions.quantized.methods import noting_method
-from reshard.formats.made import made_at, with_strategy
 from reshard.kits.indexes import HYPER_FILES, set_indexes
 
 P = ParamSpec("P")
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
     from reshard.core.listing import Contents
     from reshard.core.model.checkpoint import Checkpoint, IndexedFiles, SourceFile
+    from reshard.core.records.made import Made
     from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import Place
 
 
 def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
@@ -137,6 +140,50 @@ def read_headers(path: AnyName | Mapping[int, AnyName], /, **of_files: Any) -> I
     """
     found = _found(path)
     return found.format.headers(found, OpenOptions(**of_files))
+
+
+# --- ledgers ----------------------------------------------------------------------------------------------------------
+
+_OF_TENSORS = EXTENSIONS | {".distcp"}
+
+
+def made_at(path: AnyName, listing: Sequence[str] | None = None, *, mixed: bool = False) -> Made | None:
+    """Return the provenance in a target's ledger, or None if the target has files that it does not list.
+
+    Args:
+        path: the target.
+        listing: the names of its entries, if known.
+        mixed: accept a directory that has other files, too; `Made.change` then names them.
+
+    Raises:
+        SourceError: its ledger exists, and cannot be read or is damaged.
+    """
+    root = as_place(path)
+    try:
+        listing = root.names() if listing is None else listing
+        directory = iteration_at(root, listing)
+        ledger = made_of(directory, listing if directory == root else None)
+        if ledger is None or not listing or marked(listing):
+            return ledger
+        found = find(Listing(directory, listing if directory == root else None))
+        files_by_rank = found.format.files_by_rank(found, OpenOptions())
+    except SourceError as error:
+        if error.code == UNREADABLE_LEDGER:
+            raise
+        return None  # several checkpoints in one directory, or missing ranks, which reading the files reports
+    recorded = {f"{ledger.root}/{file}" for file in ledger.records}
+    files = [file for of_rank in files_by_rank.values() for file in of_rank if file.suffix in _OF_TENSORS]
+    is_recorded = [str(file.absolute()) in recorded for file in files]
+    return ledger if (any if mixed else all)(is_recorded) else None
+
+
+def with_strategy(root: Place, listing: Sequence[str]) -> Made | None:
+    """Return the provenance of a target with a strategy, or None.
+
+    Files may have changed, and other files may have been added.
+    """
+    ledger = made_at(root, listing, mixed=True) if listing else None
+    return ledger if ledger is not None and ledger.strategy else None
 
 
 class LedgerLayout(NamedTuple):

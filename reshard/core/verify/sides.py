@@ -33,8 +33,7 @@ from reshard.core.storage.places import as_place
 from reshard.core.verify.recorded import noted_source, selection_in
 from reshard.core.verify.structure import refuse_deduplicated
 from reshard.errors import Faults, GoneError, Option, ReshardError, SourceError, Text, UsageError, joined, names
-from reshard.formats.made import made_at
-from reshard.formats.open import is_described, read_headers
+from reshard.formats.open import is_described, made_at, read_headers
 from reshard.formats.open import open as open_checkpoint
 from reshard.formats.reopen import reopen_target
 from reshard.strategy.names import matching, no_match

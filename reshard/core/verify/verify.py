@@ -35,7 +35,7 @@ from reshard.core.verify.structure import check_structure
 from reshard.core.verify.sums import check_carried, progress_callback, thread_count
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
-from reshard.formats.made import made_at
+from reshard.formats.open import made_at
 from reshard.kits.indexes import read_index
 from reshard.kits.safetensors_library import by_library, read_by_library, unread_by_library
 

@@ -157,14 +157,7 @@ _MOST_BYTES = 16 << 20  # of one file, or of all in one directory
 
 
 def unknown_layout(root: str, ranks: Sequence[int], change: str, fits: Callable[[Strategy], object]) -> SourceError:
-    """Return the error for several ranks with an unknown sharding.
-
-    Args:
-        root: their directory.
-        ranks: the rank of each file.
-        change: why the layout in the ledger is not used, or "".
-        fits: opens the checkpoint with a strategy.
-    """
+    """Return the error for several ranks with an unknown sharding; `change` is why the ledger's is not used, or ""."""
     hint = Text("pass ", Option("strategy"), ", or ", Option("layout", "*", "RULE"))
     if fitting := fitting_strategies(as_place(root), ranks, fits):
         first, several = fitting[0], len(fitting) > 1
@@ -179,13 +172,7 @@ def unknown_layout(root: str, ranks: Sequence[int], change: str, fits: Callable[
 
 
 def fitting_strategies(root: Place, ranks: Collection[int], fits: Callable[[Strategy], object]) -> list[str]:
-    """Return the strategy files and pipeline directories that fit a checkpoint.
-
-    Args:
-        root: the directory of the checkpoint.
-        ranks: its ranks.
-        fits: raises an error if a strategy does not fit.
-    """
+    """Return the strategy files and pipeline directories with which `fits` opens a checkpoint of some ranks."""
     of_ranks = [each for each in strategies_beside(root).items() if {*each[1].ranks} == {*ranks}]
     fitting: list[str] = []
     for path, strategy in of_ranks[:_MOST_OPENED]:
@@ -203,13 +190,12 @@ def strategies_beside(root: Place) -> dict[str, Strategy]:
 
 def _strategies_in(directory: Place) -> dict[str, Strategy]:
     """Return the strategy files and pipeline directories in a directory, of its first few possible ones, by path."""
-    known = siblings_of(directory).known
-    if "strategies" not in known:
-        known["strategies"] = found = {}
+    strategies: dict[str, Strategy] | None = siblings_of(directory).known.get("strategies")
+    if strategies is None:
+        siblings_of(directory).known["strategies"] = strategies = {}
         for path in islice(_candidates(directory), _MOST_READ):
             with suppress(ReshardError, OSError):
-                found[str(path)] = read_strategy(path)
-    strategies: dict[str, Strategy] = known["strategies"]
+                strategies[str(path)] = read_strategy(path)
     return strategies
 
 

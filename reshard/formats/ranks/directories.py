@@ -34,12 +34,8 @@ def rank_files(
 ) -> tuple[dict[int, list[Place]], Step | None]:
     """Return the files of each rank for the newest common checkpoint, and its step if known.
 
-    Args:
-        root: a directory of rank directories, or one file.
-        rank_pattern: the path pattern of a rank's files below it.
-        suffix: accept only files whose names end with it, with or without extension.
-        warnings: receives a line if a newer step is skipped.
-        is_directory: whether it is a directory, if known.
+    With a suffix, only files whose names end with it, with or without extension. A warning says that a newer step is
+    skipped.
 
     Raises:
         SourceError: there are no files, no common checkpoint or several, or the files are of a directory format.
@@ -75,11 +71,7 @@ def rank_files(
 
 
 def _flat_files(root: Place) -> dict[int, list[Place]]:
-    """Return the files of a directory itself as those of rank 0; {} if there are none.
-
-    Raises:
-        SourceError: they are several of `torch.save`.
-    """
+    """Return the files of a directory itself as those of rank 0; refuse several of `torch.save`."""
     inside = sorted((path for path in root.iterdir() if path.is_file()), key=str)
     flat = [path for path in inside if is_checkpoint_name(path)]
     saves = flat or [path for path in inside if path.suffix in SAVE_EXTENSIONS]
@@ -96,11 +88,7 @@ def _flat_files(root: Place) -> dict[int, list[Place]]:
 
 
 def _nothing_found(root: Place, rank_pattern: str) -> SourceError:
-    """Return the error for a directory without a checkpoint; it names those below it.
-
-    Raises:
-        SourceError: the directory is of another program.
-    """
+    """Return the error for a directory without a checkpoint, which names those below it; raise one of its format."""
     is_usual = rank_pattern == RANK_PATTERN
     is_searched = is_usual and not root.can.has_latency  # at a URL, each directory is a request
     below = paths_below(root) if is_searched else []
@@ -176,15 +164,11 @@ def _text(step: StepNumbers) -> str:
 def _nothing_in_common(root: Place, by_rank: Mapping[int, Sequence[Place]]) -> SourceError:
     """Return the error for ranks that have no checkpoint in common."""
     facts = [f"rank {rank}: {names([path.name for path in paths], most=3)}" for rank, paths in by_rank.items()]
-    encodings = {tuple(sorted({path.suffix for path in paths})) for paths in by_rank.values()}
-    is_mixed = encodings == {(extension,) for extension in EXTENSIONS}
     return SourceError(
         f"the ranks of {root} have no checkpoint in common",
         code="no-common-checkpoint",
         facts=[*facts[:4], *([f"and {len(facts) - 4} more ranks"] if facts[4:] else [])],
-        hint="`reshard convert` those of one format to the other"
-        if is_mixed
-        else Text("choose the files with ", Option("suffix")),
+        hint=Text("choose the files with ", Option("suffix"), ", or `reshard convert` those of one extension"),
     )
 
 

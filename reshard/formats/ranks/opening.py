@@ -18,7 +18,7 @@ from reshard.core.records.made import changed_text
 from reshard.core.storage.base import COPY_AGAIN, reading
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, SourceError, Text, UsageError, joined
-from reshard.formats.made import with_strategy
+from reshard.formats.open import with_strategy
 from reshard.formats.parts import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.directories import rank_files
 from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks
@@ -105,13 +105,7 @@ def open_ranks(
 
 
 def _ledger(root: Place, listing: Sequence[str], warnings: list[str] | None) -> Made | None:
-    """Return the provenance of ranks with a strategy, or None.
-
-    Args:
-        root: the directory.
-        listing: the names of its entries.
-        warnings: gets a warning if the ledger cannot be read; None if the layout depends on it.
-    """
+    """Return the provenance of ranks with a strategy, or None; warn if it cannot be read, and is not needed."""
     try:
         return with_strategy(root, listing)
     except SourceError as error:
@@ -187,10 +181,9 @@ def _of_stage(
 
 
 def _one_rank(files: Sequence[SourceFile], cipher: Cipher | None, warnings: list[str]) -> str:
-    """Return why the only file of a source may be one rank's part of a model, or ""; `rank_N` is left to `lone_rank`.
+    """Return why the only file of a source may be one rank's part of a model, or ""; refuse one that is, by its name.
 
-    Raises:
-        SourceError: it is one, by its name.
+    In `rank_N`, it is left to `lone_rank`.
     """
     path = as_place(files[0].path)
     if len(files) > 1 or RANK_DIRECTORY.fullmatch(path.parent.name):
@@ -247,12 +240,7 @@ def read_files(
 
 
 def _given_files(files: Mapping[int, AnyName], options: OpenOptions) -> tuple[dict[int, list[Place]], Step | None]:
-    """Return the files of ranks that are given by number, and their step.
-
-    Raises:
-        UsageError: there is none, a rank is negative, or an option for finding files is given, too.
-        SourceError: one of several files is given, or a file of another format.
-    """
+    """Return the files of ranks that are given by number, and their step; refuse one of several of a checkpoint."""
     if not files or min(files) < 0:
         raise UsageError(f"path is {files!r:.60}; expected files by rank, such as {{0: PATH}}", code="bad-argument")
     if finds := {"rank_pattern", "suffix"} & {*options.given}:

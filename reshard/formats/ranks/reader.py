@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from reshard.core.layout.layout import Layout
 from reshard.core.rank_files import rank_of
@@ -42,7 +41,7 @@ def lone_rank(
         strategy: says which block the rank holds; None for whole tensors.
         files: the files.
         ranks: the rank that each of them is read as.
-        warnings: gets a warning about a rank number in the path of tensors that are taken for whole ones.
+        warnings: gets one about a rank number in the path of tensors that are taken for whole ones.
         changed: the provenance of the files, of which some were changed or lost.
 
     Raises:
@@ -154,30 +153,20 @@ def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Se
     return not any(own_names <= set(files[number].index.entries) for number in outside)
 
 
-class Ruled(NamedTuple):
-    """A strategy with the user's layout rules applied.
-
-    Attributes:
-        strategy: the result.
-        rules: the rule of each tensor that has one.
-        confirmed: tensors named in full by a rule that cuts them as the strategy already did.
-    """
-
-    strategy: Strategy | None
-    rules: Mapping[str, str] = MappingProxyType({})
-    confirmed: Collection[str] = ()
-
-
 def with_rules(
     strategy: Strategy | None, rules: Mapping[str, str], files: Sequence[SourceFile], ranks: Sequence[int]
-) -> Ruled:
+) -> tuple[Strategy | None, Mapping[str, str], Collection[str]]:
     """Apply the user's layout rules to a strategy.
+
+    Returns:
+        the result; the rule of each tensor that has one; and the tensors named in full by a rule that cuts them as the
+        strategy already did.
 
     Raises:
         StrategyError: a rule matches no tensor, later ones take all that it matches, or it does not fit one.
     """
     if not rules:
-        return Ruled(strategy)
+        return strategy, {}, ()
     shapes = {name: entry.shape for file in files for name, entry in file.index.entries.items()}
     devices = strategy.devices if strategy else max(ranks) + 1
     if devices == 1 and (cut := next((item for item in rules.items() if item[1].startswith("split:")), None)):
@@ -198,7 +187,7 @@ def with_rules(
             before = strategy.tensors.get(name, ()) if strategy else ()
             if layout and name == pattern and any(placed.layout.splits == layout.splits for placed in before):
                 confirmed.add(name)
-    return Ruled(result, ruled, confirmed)
+    return result, ruled, confirmed
 
 
 def _with_rule(strategy: Strategy, pattern: str, rule: str, name: str, ndim: int) -> tuple[Strategy, Layout | None]:
@@ -214,15 +203,7 @@ def _with_rule(strategy: Strategy, pattern: str, rule: str, name: str, ndim: int
 def refuse_other_strategy(
     root: str, strategy: Strategy, ledger_strategy: Strategy, tensors: Mapping[str, Tensor], ruled: Mapping[str, str]
 ) -> None:
-    """Refuse a strategy or rules that contradict the strategy in the ledger.
-
-    Args:
-        root: the path that was opened.
-        strategy: the strategy with the rules applied.
-        ledger_strategy: the strategy in the ledger.
-        tensors: the tensors by name.
-        ruled: the rules that the user gave, by tensor name.
-    """
+    """Refuse a strategy, with the rules that the user gave, that contradicts the strategy in the ledger."""
     wrong = []
     for name, tensor in tensors.items():
         if name in ledger_strategy.tensors and (tensor.listed or name in ruled):
