@@ -55,25 +55,30 @@ class Headers:
         self._headers = count()
         self._lock = threading.Lock()  # headers at URLs are read side by side
 
-    def read(self, path: str, head: bytes = b"") -> FileIndex:
-        """Return the index of a file that was not compared with others."""
-        return self.shared(header_of(path, store=self._store, head=head))
+    def index(self, path: str, head: bytes = b"") -> FileIndex:
+        """Return the index of a file; its first bytes are given if they have been read.
 
-    def index(self, path: str) -> FileIndex:
-        """Return the index of a file; raise `SourceError` if it is invalid."""
+        Raises:
+            SourceError: it is invalid.
+        """
         size = self._store.size(path)
-        header = self._known.get(size)
-        if header is not None and self._store.holds(path, header.pieces):
-            return header.file_index
-        index = self.read(path)
+        known = self._known.get(size)
+        if known and (head.startswith(known.pieces[0][1]) if head else self._store.holds(path, known.pieces)):
+            return known.file_index
+        index = self.read(path, head)
         runs = gaps(index, size)
-        if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
-            reader = RangeReader(path, store=self._store, window=0)
+        is_told_by_head = len(runs) == 1  # a header, and contents behind it
+        if (is_told_by_head or not head) and sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
+            reader = RangeReader(path, store=self._store, window=0, head=head)
             self._known[size] = _Header(index, [(offset, reader.read(offset, nbytes)) for offset, nbytes in runs])
         return index
 
+    def read(self, path: str, head: bytes = b"") -> FileIndex:
+        """Return the index of a file that is not compared with others."""
+        return self.shared(header_of(path, store=self._store, head=head))
+
     def of_heads(self, files: Iterable[tuple[str, int]]) -> Iterator[FileIndex]:
-        """Yield the index of each file at a URL, given its size; heads are requested in batches.
+        """Yield the index of each safetensors file at a URL, given its size; heads are requested in batches.
 
         The first head is requested alone, and shows how long the others may be.
 
@@ -92,19 +97,11 @@ class Headers:
 
         files, longest = iter(files), 0
         for batch in (islice(files, 1), files):
-            for path, size, filled in in_batches(step(*file) for file in batch):
-                known, head = self._known.get(size), bytes(filled)
-                if known and head.startswith(known.pieces[0][1]):
-                    yield known.file_index
-                    continue
-                index = self.read(path, head)
-                runs = gaps(index, size)
-                if len(runs) == 1 and runs[0][1] <= _MOST_HELD:  # a header, and contents behind it
-                    head = RangeReader(path, store=self._store, window=0, head=head).read(*runs[0])
-                    self._known[size] = _Header(index, [(0, head)])
-                    longest = max(longest, len(head))
+            for path, size, head in in_batches(step(*file) for file in batch):
+                yield self.index(path, bytes(head))
+                if size in self._known:
+                    longest = max(longest, len(self._known[size].pieces[0][1]))
                     expected = max(_LEAST_HEAD, longest * 3 // 2)
-                yield index
 
     def shared(self, index: FileIndex) -> FileIndex:
         """Return an index with its header number; share entries that are equal."""
