@@ -23,9 +23,9 @@ PACKAGE = Path(reshard.__file__).parent
 # From the top down: a module imports those of its own floor and of the floors below it. A floor may have several rooms.
 FLOORS = [
     ("cli",), ("mindspore",), ("api",), ("view",), ("compute",), ("core.verify",), ("core.run",), ("core.plan",),
-    ("formats",), ("core.records", "core.target"), ("core.runs",), ("rules",), ("expressions",), ("kits",),
-    ("core.format",), ("core.rank_files",), ("core.listing", "core.options"), ("core.model",), ("strategy",),
-    ("core.storage",), ("core.layout",),
+    ("formats",), ("core.reopen",), ("core.open", "core.catalog"), ("core.records", "core.target"), ("core.runs",),
+    ("rules",), ("expressions",), ("kits",), ("core.format",), ("core.rank_files",),
+    ("core.listing", "core.options"), ("core.model",), ("strategy",), ("core.storage",), ("core.layout",),
 ]  # fmt: skip
 ROOT = {
     "__init__", "__main__", "arguments", "dtypes", "environment", "errors", "former", "messages", "siblings", "sizes",

@@ -30,14 +30,14 @@ from reshard.api.formats import (
 from reshard.core.format import written
 from reshard.core.layout.arrangement import Arrangement
 from reshard.core.model.checkpoint import Checkpoint
+from reshard.core.open import has_several_ranks, is_described, ledger_layout, read_headers
+from reshard.core.open import open as open_checkpoint
 from reshard.core.options import option_fields
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.make import plan_convert
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
-from reshard.formats.open import has_several_ranks, is_described, ledger_layout, read_headers
-from reshard.formats.open import open as open_checkpoint
 from reshard.kits.files import check_file_name
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy

@@ -22,9 +22,9 @@ from reshard.cli.terminal import (
     say_warnings,
     wrote,
 )
+from reshard.core.open import files_of_sources, made_at
 from reshard.core.storage.small import refuse_existing, refuse_inputs
 from reshard.errors import ReshardError, SourceError, UsageError, names
-from reshard.formats.open import files_of_sources, made_at
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:

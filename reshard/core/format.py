@@ -103,6 +103,7 @@ class Format:
         title: its name in tables and messages.
         extends: the names of formats that it builds on, and before which it is asked.
         runs: how the steps of a run lie side by side.
+        of_tensors: the extensions of its files of tensors, of the targets that this program writes.
         parts: names of files of which one alone is no checkpoint.
         unfinished_mark: what is in the name of a step that is being written; empty if nothing is.
         takes: the options of opening that it understands, besides `contents`.
@@ -126,6 +127,7 @@ class Format:
     title: str
     extends: tuple[str, ...] = ()
     runs: tuple[RunLayout, ...] = ()
+    of_tensors: frozenset[str] = frozenset({".safetensors"})
     parts: tuple[FileNames, ...] = ()
     unfinished_mark: str = ""
     takes: frozenset[str] = frozenset()
@@ -187,12 +189,12 @@ class Format:
         return IndexedFiles(opened.files, opened.ranks, [*opened.warnings], opened.opening.step)
 
     def files_by_rank(self, found: Found, options: OpenOptions) -> Mapping[int, Sequence[Place]]:  # noqa: ARG002 -- subclasses use it
-        """Return the files in a directory, or those of tensors, by rank if their names tell it; no header is read.
+        """Return the files of tensors in a directory, by rank if their names tell it; no header is read.
 
         Raises:
             SourceError: there are none, or several checkpoints.
         """
-        return {0: found.place.files(depth=1)}
+        return {0: [file for file in found.place.files(depth=1) if file.suffix in self.of_tensors]}
 
     def marks(self, name: str) -> bool:  # noqa: ARG002 -- subclasses use it
         """Return whether a file of this name marks a directory that has nothing else in it, finished or not."""

@@ -119,11 +119,11 @@ def every_file(root: Place, rank_pattern: str) -> dict[int, list[Place]]:
     # Two stars in one component are an error in `glob`, and mean the same as one here.
     glob = re.sub(r"\*+", "*", rank_pattern.replace("{rank}", "[0-9]*"))
     with reading(SourceError):
-        candidates = sorted(root.matching(glob, _matcher(rank_pattern.rpartition("/")[0])), key=str)
+        candidates: Iterable[Place] = root.matching(glob, _matcher(rank_pattern.rpartition("/")[0]))
     matches = _matcher(rank_pattern)
     files: dict[int, list[Place]] = {}
     rank_texts: dict[int, str] = {}
-    for path in candidates:
+    for path in sorted(candidates, key=str):
         match = matches.fullmatch(path.relative_to(root).as_posix())  # type: ignore[arg-type]  # of one kind
         if not match or not is_checkpoint_name(path, any_extension=any_extension):
             continue

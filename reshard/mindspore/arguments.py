@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.core.model.holdings import is_deduplicated
+from reshard.core.open import open as open_source
+from reshard.core.open import read_headers
 from reshard.core.plan.select import all_states
 from reshard.core.run.run import run
 from reshard.core.run.settings import RunOptions
@@ -24,8 +26,6 @@ from reshard.core.storage.places import as_place
 from reshard.core.storage.small import refuse_inputs
 from reshard.core.storage.threads import processor_count
 from reshard.errors import PYTHON, Faults, SourceError, StrategyError, UsageError, Words, joined, names, spelled
-from reshard.formats.open import open as open_source
-from reshard.formats.open import read_headers
 from reshard.mindspore.strategy import any_layout, layout_of
 from reshard.strategy.files import read_strategy, strategy_files
 from reshard.strategy.names import is_training_state, ranks_text

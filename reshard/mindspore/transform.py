@@ -17,11 +17,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from reshard.core.open import open as open_source
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
 from reshard.core.storage.local import local_store
 from reshard.errors import Faults, SourceError, UsageError
-from reshard.formats.open import open as open_source
 from reshard.formats.ranks.options import RankFiles
 from reshard.kits.files import index_file
 from reshard.mindspore.arguments import (

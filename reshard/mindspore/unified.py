@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.core.model.entries import SizedTensor
+from reshard.core.open import open as open_source
 from reshard.core.plan.budget import THREADS
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
 from reshard.core.storage.cipher import Cipher
 from reshard.core.storage.places import as_place
 from reshard.errors import Faults, SourceError, StrategyError, UsageError, names
-from reshard.formats.open import open as open_source
 from reshard.formats.ranks.options import RankFiles
 from reshard.formats.sets.options import MindSporeSet, share_of
 from reshard.kits.indexes import read_index

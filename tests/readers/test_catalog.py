@@ -20,7 +20,7 @@ from saves_files import tensor, write_save
 
 import reshard
 from reshard import Layout, SourceError, Strategy
-from reshard.formats.catalog import newest_complete, stored_checkpoints
+from reshard.core.catalog import newest_complete, stored_checkpoints
 from reshard.formats.dcp import completeness as doubts
 from reshard.formats.zarr.layout import ZarrGroup
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from remotes import Requests
 
+    from reshard.core.catalog import StoredCheckpoint
     from reshard.core.storage.places import Place
-    from reshard.formats.catalog import StoredCheckpoint
 
 CUT = Strategy.of({"w": Layout.of([4], [0, -1]), "b": Layout.of([4], [-1])})
 FULL = numbers({"w": (8, 6), "b": (5,)})

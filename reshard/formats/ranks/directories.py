@@ -10,12 +10,12 @@ from itertools import chain
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from reshard.core.catalog import paths_below
 from reshard.core.listing import RANK_PATTERN
 from reshard.core.rank_files import EXTENSIONS, Step, every_file, families_of, is_checkpoint_name, stem
 from reshard.core.records.logs import leftovers
 from reshard.core.storage.base import similar
 from reshard.errors import Option, SourceError, Text, names
-from reshard.formats.catalog import paths_below
 from reshard.formats.parts import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.one_of_ranks import refuse_parts_of_ranks
 from reshard.kits.files import is_save

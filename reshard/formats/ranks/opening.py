@@ -12,13 +12,13 @@ from reshard.core.model.assemble import assemble
 from reshard.core.model.checkpoint import Checkpoint, unreadable_in
 from reshard.core.model.facts import Opening
 from reshard.core.model.probe import compare_contents
+from reshard.core.open import with_strategy
 from reshard.core.rank_files import Step
 from reshard.core.records.logs import UNREADABLE_LEDGER, leftovers
 from reshard.core.records.made import changed_text
 from reshard.core.storage.base import COPY_AGAIN, reading
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, SourceError, Text, UsageError, joined
-from reshard.formats.open import with_strategy
 from reshard.formats.parts import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.directories import rank_files
 from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.model.assemble import assemble
 from reshard.core.model.checkpoint import Checkpoint, unreadable_in
 from reshard.core.model.facts import Opening
+from reshard.core.open import is_described
+from reshard.core.open import open as open_checkpoint
 from reshard.core.rank_files import Step
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, names
-from reshard.formats.open import is_described
-from reshard.formats.open import open as open_checkpoint
 from reshard.kits.headers import index_ranks
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ def _computed(kind: str, inputs: tuple[Checkpoint, ...], options: Mapping[str, A
         raise SourceError("its arrays are in no file", code="array-not-here", facts=[names(options["names"], most=3)])
     if kind not in _COMPUTATIONS:
         raise SourceError(f"{kind!r:.60} is not a known computation", code="bad-ledger")
-    compute = getattr(import_module(f"reshard.expressions.{_COMPUTATIONS[kind]}"), kind)
+    module = import_module(f"reshard.expressions.{_COMPUTATIONS[kind]}")
+    compute: Callable[..., Checkpoint] = getattr(module, kind)
     if kind == "average":
         return compute(inputs, **options, compare=False)
     (source,) = inputs

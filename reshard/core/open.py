@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeV
 
 from reshard.core.format import Found, find, formats, marked
 from reshard.core.listing import RANK_PATTERN, Listing, OpenOptions
-from reshard.core.rank_files import EXTENSIONS
 from reshard.core.records.logs import DIRECTORY, UNREADABLE_LEDGER, leftovers, unfinished
 from reshard.core.records.made import made_of
 from reshard.core.runs import iteration_at, iteration_of
@@ -144,8 +143,6 @@ def read_headers(path: AnyName | Mapping[int, AnyName], /, **of_files: Any) -> I
 
 # --- ledgers ----------------------------------------------------------------------------------------------------------
 
-_OF_TENSORS = EXTENSIONS | {".distcp"}
-
 
 def made_at(path: AnyName, listing: Sequence[str] | None = None, *, mixed: bool = False) -> Made | None:
     """Return the provenance in a target's ledger, or None if the target has files that it does not list.
@@ -172,8 +169,7 @@ def made_at(path: AnyName, listing: Sequence[str] | None = None, *, mixed: bool 
             raise
         return None  # several checkpoints in one directory, or missing ranks, which reading the files reports
     recorded = {f"{ledger.root}/{file}" for file in ledger.records}
-    files = [file for of_rank in files_by_rank.values() for file in of_rank if file.suffix in _OF_TENSORS]
-    is_recorded = [str(file.absolute()) in recorded for file in files]
+    is_recorded = [str(file.absolute()) in recorded for files in files_by_rank.values() for file in files]
     return ledger if (any if mixed else all)(is_recorded) else None
 
 
