@@ -17,7 +17,7 @@ from checkpoints import assert_equal, numbers, write_ranks
 from commands import call, done
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import failed, refused
+from refusals import refused
 
 import reshard
 from reshard import Cipher, Layout, Strategy
@@ -171,9 +171,6 @@ def test_at_urls(source: reshard.Checkpoint, out: Path, root: str) -> None:
     with refused(SourceError, "no-layout", "rank_2/checkpoint_2.ckpt"):
         reshard.open(f"{root}/copied")
     assert not verify(f"{root}/copied").equal
-    fs.pipe_file(changed, content[:-1])
-    command = "convert", "--to=mindspore", f"{root}/copied", f"{root}/whole"
-    failed(4, "truncated", *command, places=("rank_2/checkpoint_2.ckpt",))
 
 
 def files(root: Path) -> list[Path]:

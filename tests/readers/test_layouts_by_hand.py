@@ -159,10 +159,8 @@ def test_what_does_not_fit_is_not_named(tmp_path: Path) -> None:
     reshard.write_strategy(wrong, tmp_path / "wrong_strategy.ckpt")
     reshard.write_strategy(COLUMNS, tmp_path / "dst_strategy.ckpt")
     shutil.copy(root / "rank_0" / "checkpoint_0.safetensors", tmp_path / "one.ckpt")
-    result = failed(
-        4, "no-layout", "convert", "--to=mindspore", root, tmp_path / "whole",
-        places=("--source-strategy, or --layout '*=RULE'",),
-    )  # fmt: skip
+    command = "convert", "--to=mindspore", root, tmp_path / "whole"
+    result = failed(4, "no-layout", *command, places=("--source-strategy, or --layout '*=RULE'",))
     assert "strategy.ckpt" not in result.stderr
 
 
