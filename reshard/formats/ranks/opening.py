@@ -61,37 +61,26 @@ def open_ranks(
     is_given = isinstance(path, Mapping)
     listing = () if isinstance(path, Mapping) else path.names() if names is None else names
     files, ranks, warnings, step, cipher = read_files(path, options, listing)
-    root = str(as_place(next(iter(path.values()))).parent if isinstance(path, Mapping) else path)
+    root = _root(path)
     is_described = bool(options.strategy or options.layouts or set_indexes(listing))
     ledger = None if is_given else _ledger(as_place(root), listing, warnings if is_described else None)
     numbered = "" if is_described or options.rank_pattern != RANK_PATTERN else _one_rank(files, cipher, warnings)
     known = _known_layout(root, options, ledger, files, ranks, warnings)
-    lone_reason = ""
-    if not (options.layouts or known.by_ledger):
-        lone_reason = lone_rank(path, known.strategy, files, ranks, warnings, ledger if known.change else None)
-        warnings += [lone_reason] if lone_reason and not known.change else []
+    lone_reason = "" if options.layouts else _lone_rank(path, known, ledger, files, ranks, warnings)
     whole, ruled, confirmed = with_rules(known.strategy, options.layouts, files, ranks)
     strategy, part = one_stage(root, whole, known.stage, files, ranks, warnings)
     if strategy is None and len({*ranks}) > 1:
-        from reshard.formats.ranks.completeness import unknown_layout  # on this error only
-
-        again = replace(options, layouts={}, stage=None, cipher=cipher)
-        raise unknown_layout(root, ranks, known.change, lambda fits: open_ranks(path, replace(again, strategy=fits)))
-    elsewhere: frozenset[str] = frozenset()
-    if whole is not None and strategy is not None and part is not None:
-        files, ranks, elsewhere = _of_stage(root, whole, strategy, part, files, ranks)
+        raise _unknown_layout(path, root, ranks, known.change, replace(options, layouts={}, stage=None, cipher=cipher))
+    files, ranks, elsewhere = _of_stage(root, whole, strategy, part, files, ranks)
     if not any(file.index.entries for file in files):
         raise SourceError(f"{root} has no tensor", code="no-tensors")
-    is_other = known.recorded is not None and (bool(options.layouts) or not known.by_ledger)
+    recorded = known.recorded if options.layouts or not known.by_ledger else None
     try:
         tensors = assemble(root, files, ranks, strategy, partial=known.partial)
     except SourceError as error:
-        error.facts += () if is_given else tuple(leftovers(as_place(root)))
-        if is_other and not options.layouts:
-            error.hint = Text("its ledger knows its layout: leave ", Option("strategy"), " out")
-        raise
-    if known.recorded is not None and is_other and strategy is not None and part is None:
-        refuse_other_strategy(root, strategy, known.recorded, tensors, ruled)
+        raise _explained(error, path, knows=recorded is not None and not options.layouts) from None
+    if recorded is not None and strategy is not None and part is None:
+        refuse_other_strategy(root, strategy, recorded, tensors, ruled)
     opening = Opening(
         part, elsewhere, known.partial, by_file=is_given, lone_rank=lone_reason, numbered=numbered, step=step
     )
@@ -99,6 +88,11 @@ def open_ranks(
         root, tensors, files, ranks, strategy, tuple(warnings), unreadable_in(files), cipher, opening=opening
     )
     return compare_contents(checkpoint, ruled, confirmed, contents=contents)
+
+
+def _root(path: Place | Mapping[int, AnyName]) -> str:
+    """Return the directory or file; of files by rank, the directory of the first."""
+    return str(as_place(next(iter(path.values()))).parent if isinstance(path, Mapping) else path)
 
 
 # --- the layout ---------------------------------------------------------------------------------------------------
@@ -158,15 +152,35 @@ def _known_layout(
     return _KnownLayout(strategy, options.stage, options.partial, recorded, change=change)
 
 
+def _unknown_layout(
+    path: Place | Mapping[int, AnyName], root: str, ranks: Sequence[int], change: str, again: OpenOptions
+) -> SourceError:
+    """Return the error for several ranks with an unknown layout, which names the strategies beside them that fit."""
+    from reshard.formats.ranks.completeness import unknown_layout  # on this error only
+
+    return unknown_layout(root, ranks, change, lambda fits: open_ranks(path, replace(again, strategy=fits)))
+
+
+def _explained(error: SourceError, path: Place | Mapping[int, AnyName], *, knows: bool) -> SourceError:
+    """Return an error with unfinished files of the directory as facts, and that its ledger `knows` the layout."""
+    if not isinstance(path, Mapping):
+        error.facts += tuple(leftovers(path))
+    if knows:
+        error.hint = Text("its ledger knows its layout: leave ", Option("strategy"), " out")
+    return error
+
+
 def _of_stage(
     root: str,
-    whole: Strategy,
-    strategy: Strategy,
-    part: int,
+    whole: Strategy | None,
+    strategy: Strategy | None,
+    part: int | None,
     files: tuple[SourceFile, ...],
     ranks: tuple[int, ...],
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...], frozenset[str]]:
-    """Return the files and ranks of a stage, and the names of tensors that only other stages have."""
+    """Return the files and ranks of a stage, and the names of tensors that only other stages have; all without one."""
+    if whole is None or strategy is None or part is None:
+        return files, ranks, frozenset()
     inside = [number for number, rank in enumerate(ranks) if rank in strategy.ranks]
     if not inside:
         raise SourceError(
@@ -191,6 +205,22 @@ def _one_rank(files: Sequence[SourceFile], cipher: Cipher | None, warnings: list
     refuse_one_of_ranks(path)
     reason = one_of_ranks(path, applied(_shapes, cipher=cipher))
     warnings += [reason] if reason else []
+    return reason
+
+
+def _lone_rank(
+    path: Place | Mapping[int, AnyName],
+    known: _KnownLayout,
+    ledger: Made | None,
+    files: Sequence[SourceFile],
+    ranks: Sequence[int],
+    warnings: list[str],
+) -> str:
+    """Return why the files of a source seem to be those of one rank of several, or ""; warn of it once."""
+    if known.by_ledger:
+        return ""
+    reason = lone_rank(path, known.strategy, files, ranks, warnings, ledger if known.change else None)
+    warnings += [reason] if reason and not known.change else []
     return reason
 
 
