@@ -10,7 +10,7 @@ from collections import defaultdict
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
 
@@ -35,13 +35,19 @@ class Alike:
 
 
 class Siblings:
-    """The names in a directory; `names` has them as keys, in the order of the directory."""
+    """The names in a directory.
+
+    Attributes:
+        names: the names as keys, in the order of the directory.
+        known: what else was found out about the directory, for as long as this is kept.
+    """
 
     def __init__(self, directory: Place) -> None:
         listing: Sequence[str] = ()
         with suppress(SourceError, OSError):  # the directory may be unreadable
             listing = directory.names()
         self.names = dict.fromkeys(listing)
+        self.known: dict[str, Any] = {}
         self._alike: dict[re.Pattern[str], dict[tuple[str, str], Alike]] = {}
         self._matching: dict[re.Pattern[str], list[str]] = {}
 

@@ -23,9 +23,9 @@ PACKAGE = Path(reshard.__file__).parent
 # From the top down: a module imports those of its own floor and of the floors below it. A floor may have several rooms.
 FLOORS = [
     ("cli",), ("mindspore",), ("api",), ("view",), ("compute",), ("core.verify",), ("core.run",), ("core.plan",),
-    ("formats",), ("core.records", "core.target"), ("core.runs",), ("rules",), ("expressions",), ("kits",),
-    ("core.format",), ("core.listing", "core.options"), ("core.model",), ("strategy",), ("core.storage",),
-    ("core.layout",),
+    ("formats",), ("core.reopen",), ("core.open", "core.catalog"), ("core.records", "core.target"), ("core.runs",),
+    ("rules",), ("expressions",), ("kits",), ("core.format",), ("core.rank_files",),
+    ("core.listing", "core.options"), ("core.model",), ("strategy",), ("core.storage",), ("core.layout",),
 ]  # fmt: skip
 ROOT = {
     "__init__", "__main__", "arguments", "dtypes", "environment", "errors", "former", "messages", "siblings", "sizes",
@@ -119,7 +119,6 @@ def test_imports_point_down() -> None:
 FORMATS = {
     each.name: PACKAGE / each.name for each in (PACKAGE / "formats").iterdir() if (each / "__init__.py").exists()
 }
-FORMATS.pop("catalog")  # what lies below a directory, of any format
 
 WORDS = re.compile(
     r"dcp|distcp|checkpoint2|orbax|ocdbt|deepspeed|megatron|zarr|hugging_?face|torch_?save|consolidated|universal",
@@ -134,11 +133,8 @@ NAMING = {
 """The modules outside of the folders that name a format, and why."""
 
 OF_FORMATS = {
-    ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("cli.groups.strategy", "ranks"), ("cli.main", "ranks"),
-    ("core.plan.make", "ranks"), ("core.plan.make", "sets"), ("core.run.state.beside", "ranks"),
-    ("core.verify.by_manifest", "ranks"), ("core.verify.verify", "ranks"), ("formats.catalog", "ranks"),
-    ("formats.made", "ranks"), ("formats.open", "ranks"),
-    ("formats.reopen", "ranks"), ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),
+    ("api.checkpoints", "zarr"), ("api.jobs", "ranks"), ("core.plan.make", "sets"),
+    ("mindspore.transform", "ranks"), ("mindspore.unified", "ranks"),
     ("mindspore.unified", "sets"),
 }  # fmt: skip
 """The modules outside of its folder that import a format: all but a few know files of ranks, the last resort."""

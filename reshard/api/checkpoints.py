@@ -12,13 +12,13 @@ from reshard.arguments import checked
 from reshard.core.format import knowing
 from reshard.core.listing import RANK_PATTERN
 from reshard.core.model.holdings import strategy_of
+from reshard.core.open import open as open_checkpoint
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.select import narrowed
 from reshard.core.storage.urls.s3.options import use_options
 from reshard.dtypes import name_of
 from reshard.errors import UsageError
-from reshard.formats.open import open as open_checkpoint
 from reshard.messages import warn
 from reshard.rules.lora import LoRA
 from reshard.rules.rules import Rules

@@ -30,14 +30,14 @@ from reshard.api.formats import (
 from reshard.core.format import written
 from reshard.core.layout.arrangement import Arrangement
 from reshard.core.model.checkpoint import Checkpoint
+from reshard.core.open import has_several_ranks, is_described, ledger_layout, read_headers
+from reshard.core.open import open as open_checkpoint
 from reshard.core.options import option_fields
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan as make_plan
 from reshard.core.plan.make import plan_convert
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, TargetError, Text, UsageError, joined
-from reshard.formats.open import has_several_ranks, is_described, ledger_layout, read_headers
-from reshard.formats.open import open as open_checkpoint
 from reshard.kits.files import check_file_name
 from reshard.strategy.files import read_strategy
 from reshard.strategy.strategy import Strategy
@@ -174,7 +174,7 @@ def _fitting(path: AnyName, opening: OpenOptions) -> str:
             ranks,
             lambda candidate: open_checkpoint(path, **vars(replace(opening, strategy=candidate)), contents=False),
         )
-        return str(fitting[0]) if fitting else ""
+        return fitting[0] if fitting else ""
     return ""
 
 
@@ -321,7 +321,7 @@ def _kept_ranks(
     is_directory = source.is_dir() and not (target is not None and is_file_name(target))
     if not is_directory or not has_several_ranks(source, opening.rank_pattern, opening.suffix):
         return None
-    is_known, change = ledger_layout(source, opening.cipher, described=False)
+    is_known, change = ledger_layout(source, opening.cipher)
     if is_known or change:
         return None
     note = f"nothing says how {source} was sharded, so each rank keeps what it has; to join them pass "

@@ -20,6 +20,7 @@ from reshard.core.format import options_refused
 from reshard.core.listing import OpenOptions
 from reshard.core.model.checkpoint import Checkpoint
 from reshard.core.model.facts import ARRAYS, Computation, Opening
+from reshard.core.open import open as open_checkpoint
 from reshard.core.plan.inputs import Selection
 from reshard.core.run.settings import RunOptions
 from reshard.core.storage.places import as_place
@@ -28,7 +29,6 @@ from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import Faults, UsageError
 from reshard.expressions.assigned import FromArray
 from reshard.expressions.computed import computed
-from reshard.formats.open import open as open_checkpoint
 from reshard.view.arrays import low as _  # noqa: F401 -- it teaches dask the names of ml_dtypes
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def open_value(value: object, format_: Format, options: Mapping[str, Any]) -> Ch
     Args:
         value: what was opened.
         format_: the format.
-        options: as for `formats.open.open`.
+        options: as for `core.open.open`.
 
     Raises:
         SourceError: as opening the path does; notes of this program are damaged.

@@ -22,10 +22,9 @@ from reshard.cli.terminal import (
     say_warnings,
     wrote,
 )
+from reshard.core.open import files_of_sources, made_at
 from reshard.core.storage.small import refuse_existing, refuse_inputs
 from reshard.errors import ReshardError, SourceError, UsageError, names
-from reshard.formats.made import made_at
-from reshard.formats.open import files_of_sources
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:

@@ -303,7 +303,7 @@ class Group(click.Group):
 def refuse_to_write(outputs: Sequence[Any]) -> None:
     """Refuse to write the command's inputs: files, and strategy files in a directory.
 
-    The files of a checkpoint are known only when it is opened (`formats.open.files_read`).
+    The files of a checkpoint are known only when it is opened (`core.open.files_read`).
 
     Raises:
         TargetError: an output is an input.

@@ -32,8 +32,8 @@ from reshard.cli.terminal import (
     wrote,
 )
 from reshard.cli.values import READ_PLACE, TARGET
+from reshard.core.open import open as open_checkpoint
 from reshard.errors import UsageError
-from reshard.formats.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,10 +192,10 @@ def inspect(
     Repeated layers share one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors,
     summed over the row. Without a strategy, files of ranks are shown as they are.
     """
-    from reshard.formats.catalog import iterations_at
-    from reshard.formats.open import has_several_ranks, ledger_layout, read_headers
-    from reshard.formats.ranks.directories import rank_of
-    from reshard.formats.ranks.reader import changed_text
+    from reshard.core.catalog import iterations_at
+    from reshard.core.open import has_several_ranks, ledger_layout, read_headers
+    from reshard.core.rank_files import rank_of
+    from reshard.core.records.made import changed_text
     from reshard.view.pages.runs_view import Runs, runs_data, runs_text
     from reshard.view.pictures.characters import picture_text
     from reshard.view.tables import (

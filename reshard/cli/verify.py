@@ -313,11 +313,11 @@ def _refuse_keys(keys: dict[str, Cipher | None]) -> None:
 
 def _make(target: Place, path: Place, opening: OpenOptions, checking: Checking) -> None:
     """Make a manifest, and write it."""
+    from reshard.core.open import files_read, read_headers
     from reshard.core.storage.places import as_place
     from reshard.core.storage.small import refuse_existing, refuse_inputs
     from reshard.core.verify.manifest import Manifest
     from reshard.core.verify.sides import options_of
-    from reshard.formats.open import files_read, read_headers
     from reshard.view.text import count_text
 
     refuse_existing(path, overwrite=checking.overwrite)  # before any file is read

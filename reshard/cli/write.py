@@ -21,10 +21,10 @@ from reshard.cli.selection import selection_options
 from reshard.cli.terminal import say
 from reshard.cli.values import READ_PLACE, TARGET_PLACE, WEIGHTED_PLACE, split_weight
 from reshard.core.listing import OpenOptions
+from reshard.core.open import open as open_checkpoint
 from reshard.core.plan.changes import refuse_unused
 from reshard.core.storage.places import as_place
 from reshard.errors import UsageError
-from reshard.formats.open import open as open_checkpoint
 from reshard.view.progress import READING, phase
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def _strategies(pairs: Sequence[tuple[Place, OpenOptions]], openings: Openings) 
         return [*strategies]
     if not strategies:
         return [None] * len(pairs)
-    from reshard.formats.open import has_several_ranks
+    from reshard.core.open import has_several_ranks
 
     needed = [has_several_ranks(path, opening.rank_pattern, opening.suffix) for path, opening in pairs]
     if not any(needed):

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.listing import Contents, FileNames, Listing, OpenOptions, RunLayout
+from reshard.core.model.checkpoint import IndexedFiles
 from reshard.core.model.findings import Candidate, Findings, by_opening
 from reshard.core.storage.cipher import required
 from reshard.errors import ReshardError, SourceError, UsageError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.core.model.findings import Directory
     from reshard.core.model.objects import Objects
     from reshard.core.options import Options
-    from reshard.core.storage.places import Place
+    from reshard.core.storage.places import AnyName, Place
     from reshard.core.target import Target
 
 GROUP = "reshard.formats"
@@ -49,17 +50,24 @@ class Found:
         here: its directory or file.
         files: the paths of its files below the directory, if the format lists them.
         variant: which kind of the format it is, in the format's own words.
+        by_rank: the files of ranks, if they were named one by one.
     """
 
     format: Format
     here: Listing
     files: Sequence[str] = ()
     variant: str = ""
+    by_rank: Mapping[int, AnyName] | None = None
 
     @property
     def place(self) -> Place:
         """Return its directory or file."""
         return self.here.place
+
+    @property
+    def source(self) -> Place | Mapping[int, AnyName]:
+        """Return its directory or file, or the files of ranks that were named."""
+        return self.place if self.by_rank is None else self.by_rank
 
     def open(self, options: OpenOptions | None = None, *, contents: Contents = True) -> Checkpoint:
         """Open it.
@@ -95,6 +103,7 @@ class Format:
         title: its name in tables and messages.
         extends: the names of formats that it builds on, and before which it is asked.
         runs: how the steps of a run lie side by side.
+        of_tensors: the extensions of its files of tensors, of the targets that this program writes.
         parts: names of files of which one alone is no checkpoint.
         unfinished_mark: what is in the name of a step that is being written; empty if nothing is.
         takes: the options of opening that it understands, besides `contents`.
@@ -118,6 +127,7 @@ class Format:
     title: str
     extends: tuple[str, ...] = ()
     runs: tuple[RunLayout, ...] = ()
+    of_tensors: frozenset[str] = frozenset({".safetensors"})
     parts: tuple[FileNames, ...] = ()
     unfinished_mark: str = ""
     takes: frozenset[str] = frozenset()
@@ -165,6 +175,26 @@ class Format:
             SourceError: it is not valid.
         """
         raise NotImplementedError
+
+    def headers(self, found: Found, options: OpenOptions) -> IndexedFiles:
+        """Return the files of a checkpoint with their headers; no strategy is needed.
+
+        Raises:
+            SourceError: they are not valid.
+            UsageError: an option says how a checkpoint is cut that says that itself.
+        """
+        if options.given:
+            raise options_refused(found.place)
+        opened = found.open(contents=False)
+        return IndexedFiles(opened.files, opened.ranks, [*opened.warnings], opened.opening.step)
+
+    def files_by_rank(self, found: Found, options: OpenOptions) -> Mapping[int, Sequence[Place]]:  # noqa: ARG002 -- subclasses use it
+        """Return the files of tensors in a directory, by rank if their names tell it; no header is read.
+
+        Raises:
+            SourceError: there are none, or several checkpoints.
+        """
+        return {0: [file for file in found.place.files(depth=1) if file.suffix in self.of_tensors]}
 
     def marks(self, name: str) -> bool:  # noqa: ARG002 -- subclasses use it
         """Return whether a file of this name marks a directory that has nothing else in it, finished or not."""

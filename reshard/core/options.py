@@ -32,6 +32,10 @@ class Options:
         """Return whether the target is one file, in a directory that belongs to others."""
         return False
 
+    def path_of_rank(self, extension: str) -> str:  # noqa: ARG002 -- subclasses use it
+        """Return the path of the file of each rank, in which `{rank}` is its number; empty if it is not the same."""
+        return ""
+
     def of_stage(self, stage: int) -> Self:  # noqa: ARG002 -- subclasses use it
         """Return the options for a target that is one stage of a pipeline."""
         return self

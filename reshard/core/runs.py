@@ -193,13 +193,17 @@ def _named(run: Run, available: str) -> Place:
     return root / name
 
 
-def iteration_at(root: Place) -> Place:
+def iteration_at(root: Place, listing: Sequence[str] | None = None) -> Place:
     """Return the checkpoint that a run names as its last; any other path as it is.
+
+    Args:
+        root: the path.
+        listing: the names of its entries, if known.
 
     Raises:
         SourceError: the run names no checkpoint.
     """
-    run = run_at(Listing(root))
+    run = run_at(Listing(root, listing))
     return root if run is None else checkpoint_of(run, None)
 
 

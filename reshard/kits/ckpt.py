@@ -44,7 +44,8 @@ TRAILER_BYTES = len(TRAILER) + 10
 MAP_PARAMETER = "is a map parameter (a hash table), which has no layout"
 _LONGEST_TEXT = 1 << 24
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
+_VARINT, _BYTES = 0, 2  # protobuf wire types
+_FIXED_BYTES = {1: 8, 5: 4}  # of other wire types
 
 
 def recognizes(start: bytes, size: int) -> bool:
@@ -63,55 +64,47 @@ def index(reader: RangeReader) -> FileIndex:
     Raises:
         SourceError: the file is encrypted, truncated, or not of MindSpore's format; the message gives the byte.
     """
-    cipher = MAGICS.get(int.from_bytes(reader.upto(0, 4), "little"))
-    if cipher:
+    if cipher := MAGICS.get(int.from_bytes(reader.upto(0, 4), "little")):
         raise EncryptedError(
             f"{reader.path} is encrypted ({cipher})",
             code="encrypted",
             hint=Text("open it with its key: ", Option("key", cipher)),
         )
+    end, sums = reader.size, None
+    if end >= TRAILER_BYTES and reader.read(end - TRAILER_BYTES, len(TRAILER)) == TRAILER:
+        sums = Trailer(end, int.from_bytes(reader.read(end - 10, 10), "big"))
+        end -= TRAILER_BYTES
     parts: dict[str, list[_Value]] = {}
     unreadable: dict[str, str] = {}
-    last: str | None = None
-    position, end = 0, reader.size
-    crc = None
-    if reader.size >= TRAILER_BYTES and reader.read(end - TRAILER_BYTES, len(TRAILER)) == TRAILER:
-        crc = int.from_bytes(reader.read(end - 10, 10), "big")
-        end -= TRAILER_BYTES
-    while position < end:
-        number, wire, start, stop = _field(reader, position, end)
-        if (number, wire) == (1, _BYTES):
-            name, value = _value(reader, start, stop)
-            if isinstance(value, _Value) and name == last:
-                first = parts[name][0]
-                if value[:2] != first[:2]:
-                    types = [f"{part.dtype} {shape_text(part.dims)}" for part in (first, value)]
-                    raise SourceError(
-                        f"{reader.path} has pieces of several types of tensor {name!r}",
-                        code="corrupt",
-                        facts=[f"the first is {types[0]}, that at byte {start} is {types[1]}"],
-                    )
-                parts[name].append(value)
-            elif name in parts or name in unreadable:
-                raise SourceError(
-                    f"{reader.path} has tensor {name!r} twice, again at byte {position}", code="duplicate-name"
-                )
-            elif isinstance(value, str):
-                unreadable[name] = value
-            else:
-                parts[name] = [value]
-            last = name if name in parts else None
-        else:
-            raise _unknown_field(reader, position, number, "checkpoint")
-        position = stop
+    last = ""
+    for field in _fields(reader, 0, end):
+        if field[1:3] != (1, _BYTES):
+            raise _unknown_field(reader, field, "checkpoint")
+        name, value = _value(reader, *field[3:])
+        if (name in parts or name in unreadable) and (name != last or isinstance(value, str)):
+            raise SourceError(
+                f"{reader.path} has tensor {name!r} twice, again at byte {field.position}", code="duplicate-name"
+            )
+        if isinstance(value, str):
+            unreadable[name] = value
+            last = ""
+            continue
+        parts.setdefault(name, []).append(value)
+        last = name
+        if value[:2] != parts[name][0][:2]:
+            types = [f"{part.dtype} {shape_text(part.dims)}" for part in (parts[name][0], value)]
+            raise SourceError(
+                f"{reader.path} has pieces of several types of tensor {name!r}",
+                code="corrupt",
+                facts=[f"the first is {types[0]}, that at byte {field.start} is {types[1]}"],
+            )
     entries = {}
     for name, values in parts.items():
         try:
             entries[name] = _entry(reader, values)
         except SourceError as error:
             unreadable[name] = error.message
-    sums = None if crc is None else Trailer(reader.size, crc)
-    return FileIndex(NAME, entries, crc=crc, unreadable=tuple(unreadable.items()), sums=sums)
+    return FileIndex(NAME, entries, crc=sums and sums.crc, unreadable=tuple(unreadable.items()), sums=sums)
 
 
 def map_parameters(path: str, index: FileIndex, selects: Callable[[str], object] = bool) -> list[str]:
@@ -185,22 +178,17 @@ def _text(reader: RangeReader, runs: Runs, nbytes: int) -> str:
 
 
 def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | str]:
-    """Read a Value message, seeking over the contents; return name and value.
-
-    The value is a text if it cannot be read: the reason.
-    """
+    """Read a Value message, seeking over the contents; return its name, and its value or why it cannot be read."""
     fields: dict[int, tuple[int, int]] = {}
-    while position < end:
-        number, wire, start, stop = _field(reader, position, end)
-        if number not in {1, 2, 3} or wire != _BYTES or number in fields:
-            raise _unknown_field(reader, position, number, "tensor of a checkpoint")
-        fields[number] = start, stop
-        position = stop
+    for field in _fields(reader, position, end):
+        if field.number not in {1, 2, 3} or field.wire != _BYTES or field.number in fields:
+            raise _unknown_field(reader, field, "tensor of a checkpoint")
+        fields[field.number] = field.start, field.stop
     name = _string(reader, *fields[1], "name") if 1 in fields else ""
-    if name and 3 in fields and 2 in fields:
-        raise SourceError(f"{reader.path} has {name!r} as a tensor and as a map parameter", code="corrupt")
-    if name and 3 in fields:
+    if name and 3 in fields and 2 not in fields:
         return name, MAP_PARAMETER
+    if name and 3 in fields:
+        raise SourceError(f"{reader.path} has {name!r} as a tensor and as a map parameter", code="corrupt")
     dims, kind, run = _tensor(reader, *fields[2]) if 2 in fields else ((), None, None)
     if name and not is_possible(dims):
         return name, f"has the impossible shape {shape_text(dims)}"
@@ -212,76 +200,78 @@ def _value(reader: RangeReader, position: int, end: int) -> tuple[str, _Value | 
             facts=[f"the message that ends at byte {end} has no {missing}"],
         )
     dtype = BY_MINDSPORE.get(kind)
-    if dtype is None:
-        return name, f"has unknown type {kind!r:.60}"
-    return name, _Value(dims, dtype, run)
+    return name, f"has unknown type {kind!r:.60}" if dtype is None else _Value(dims, dtype, run)
 
 
 def _tensor(reader: RangeReader, position: int, end: int) -> tuple[Shape, str | None, tuple[int, int] | None]:
     """Read a TensorProto message; return dims, type, and the byte range of the contents."""
     dims: list[int] = []
     kind = run = None
-    while position < end:
-        number, wire, start, stop = _field(reader, position, end)
-        if (number, wire) == (1, _VARINT):
-            dims.append(_signed(_varint(reader, start, stop)[0]))
-        elif (number, wire) == (1, _BYTES):  # packed, as written by proto3
+    for field in _fields(reader, position, end):
+        start, stop = field.start, field.stop
+        if field.number == 1 and field.wire in {_VARINT, _BYTES}:  # proto3 packs all into one field
             while start < stop and len(dims) <= MOST_DIMS:
                 extent, start = _varint(reader, start, stop)
-                dims.append(_signed(extent))
-        elif (number, wire) == (2, _BYTES) and kind is None:
+                dims.append(extent - (extent >> 63 << 64))
+        elif (field.number, field.wire) == (2, _BYTES) and kind is None:
             kind = _string(reader, start, stop, "type")
-        elif (number, wire) == (3, _BYTES) and run is None:
+        elif (field.number, field.wire) == (3, _BYTES) and run is None:
             run = (start, stop - start)
         else:
-            raise _unknown_field(reader, position, number, "tensor of a checkpoint")
-        del dims[MOST_DIMS + 1 :]
-        position = stop
+            raise _unknown_field(reader, field, "tensor of a checkpoint")
     return tuple(dims), kind, run
 
 
-def _signed(number: int) -> int:
-    return number - (number >> 63 << 64)
+class _Field(NamedTuple):
+    """A field of a message: where it begins, its number and wire type, and the range of its value."""
+
+    position: int
+    number: int
+    wire: int
+    start: int
+    stop: int
 
 
-def _unknown_field(reader: RangeReader, position: int, number: int, where: str) -> SourceError:
+def _unknown_field(reader: RangeReader, field: _Field, where: str) -> SourceError:
     """Return an error for an unknown field.
 
     Skipping it, as protobuf does, could lose a tensor because of one flipped bit.
     """
     return SourceError(
-        f"{reader.path} has an unknown or repeated field {number} in a {where}, at byte {position}",
+        f"{reader.path} has an unknown or repeated field {field.number} in a {where}, at byte {field.position}",
         code="unknown-field",
         facts=["the file is corrupt, or of a MindSpore newer than this program"],
     )
 
 
-def _field(reader: RangeReader, position: int, end: int) -> tuple[int, int, int, int]:
-    """Return a field's number, wire type, and the start and end of its value."""
-    key, start = _varint(reader, position, end)
-    number, wire = key >> 3, key & 7
-    if wire == _VARINT:
-        stop = _varint(reader, start, end)[1]
-    elif wire == _BYTES:
-        length, start = _varint(reader, start, end)
-        stop = start + length
-    elif wire in {_FIXED64, _FIXED32}:
-        stop = start + (8 if wire == _FIXED64 else 4)
-    else:
-        raise SourceError(
-            f"{reader.path} is corrupt, or not a MindSpore checkpoint",
-            code="corrupt",
-            facts=[f"{key:#x} at byte {position} begins no field"],
-        )
-    if stop > end == reader.size:
-        raise truncated(reader.path, end, stop)
-    if stop > end:
-        raise SourceError(
-            f"{reader.path} is corrupt",
-            code="corrupt",
-            facts=[f"the field at byte {position} has {stop - start} bytes, of which {end - start} are left"],
-        )
-    return number, wire, start, stop
+def _fields(reader: RangeReader, position: int, end: int) -> Iterator[_Field]:
+    """Yield the fields of a message."""
+    while position < end:
+        key, start = _varint(reader, position, end)
+        wire = key & 7
+        if wire == _VARINT:
+            stop = _varint(reader, start, end)[1]
+        elif wire == _BYTES:
+            length, start = _varint(reader, start, end)
+            stop = start + length
+        elif wire in _FIXED_BYTES:
+            stop = start + _FIXED_BYTES[wire]
+        else:
+            raise SourceError(
+                f"{reader.path} is corrupt, or not a MindSpore checkpoint",
+                code="corrupt",
+                facts=[f"{key:#x} at byte {position} begins no field"],
+            )
+        if stop > end == reader.size:
+            raise truncated(reader.path, end, stop)
+        if stop > end:
+            raise SourceError(
+                f"{reader.path} is corrupt",
+                code="corrupt",
+                facts=[f"the field at byte {position} has {stop - start} bytes, of which {end - start} are left"],
+            )
+        yield _Field(position, key >> 3, wire, start, stop)
+        position = stop
 
 
 def _varint(reader: RangeReader, position: int, end: int) -> tuple[int, int]:

@@ -26,16 +26,6 @@ if TYPE_CHECKING:
     from reshard.core.storage.places import Place
 
 
-class NothingReadableError(SourceError):
-    """No tensor of a file can be read.
-
-    Attributes:
-        index: the index of the file.
-    """
-
-    index: FileIndex
-
-
 REMOTE_HEAD = 1 << 20
 """The first bytes to read at a URL: most headers, since a second request takes longer than a megabyte does."""
 
@@ -119,11 +109,26 @@ def index_file(path: str, *, store: RangeStore | None = None, head: bytes = b"")
         head: the first bytes of the file, if they have been read.
 
     Raises:
-        SourceError: the file is of no known format, truncated or corrupt, or was decrypted with the wrong key; a
-            `NothingReadableError` if it has tensors, and none can be read.
+        SourceError: the file is of no known format, truncated or corrupt, or was decrypted with the wrong key; or it
+            has tensors, and none can be read.
     """
+    index = header_of(path, store=store, head=head)
+    refuse_unreadable(path, index)
+    return index
+
+
+def refuse_unreadable(path: str, index: FileIndex) -> None:
+    """Raise `SourceError` if a file has tensors, and none can be read."""
+    faults = Faults(path)
+    for name, reason in () if index.entries else index.unreadable:
+        faults.add(f"tensor {name!r:.300}", reason, code="unreadable-tensor")
+    faults.raise_if_any(SourceError)
+
+
+def header_of(path: str, *, store: RangeStore | None = None, head: bytes = b"") -> FileIndex:
+    """Return the index of a file as `index_file` does, though no tensor may be readable."""
     try:
-        return _with_tensors(path, _index(path, store, head))
+        return _index(path, store, head)
     except SourceError as error:
         cipher = store.cipher_of(path) if isinstance(store, DecryptingStore) else None
         if cipher is None or cipher.has_tag or "wrong-key" in error.codes:
@@ -131,20 +136,6 @@ def index_file(path: str, *, store: RangeStore | None = None, head: bytes = b"")
         # A wrong key passes the padding of a CBC block once in 256 times; the result is then no valid checkpoint.
         error.facts += (f"or the key is wrong, which {cipher.mode} cannot tell",)
         raise
-
-
-def _with_tensors(path: str, index: FileIndex) -> FileIndex:
-    """Return the index of a file, some of whose tensors can be read if it has any."""
-    faults = Faults(path)
-    for name, reason in index.unreadable:
-        faults.add(f"tensor {name!r:.300}", reason, code="unreadable-tensor")
-    if not index.entries:
-        try:
-            faults.raise_if_any(NothingReadableError)
-        except NothingReadableError as error:
-            error.index = index
-            raise
-    return index
 
 
 def _index(path: str, store: RangeStore | None, head: bytes) -> FileIndex:

@@ -4,19 +4,16 @@ Ranks with the same role have files that differ only in contents. A file that ha
 the same bytes outside of contents, has the same index: comparing takes a tenth of the time of parsing, and 4,096 ranks
 with an index each would not fit into memory. At URLs, the heads of many files are requested at once, each as long as
 the header is expected to be.
-
-Digests cover facts that must be equal on two machines, or in two runs. None depends on a time, because copying a file
-changes it.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.core.model.checkpoint import SourceFile
+from reshard.core.model.checkpoint import IndexedFiles, SourceFile
 from reshard.core.model.digests import gaps
 from reshard.core.model.entries import FileIndex, RangeReader
 from reshard.core.storage.cipher import required, store_of
@@ -24,12 +21,13 @@ from reshard.core.storage.decryption import MAGICS
 from reshard.core.storage.places import in_batches, workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import SourceError
-from reshard.kits.files import REMOTE_HEAD, NothingReadableError, index_file
+from reshard.kits.files import REMOTE_HEAD, header_of, refuse_unreadable
 from reshard.kits.safetensors import refuse_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.core.rank_files import Step
     from reshard.core.storage.base import ReadStore, Status, Want
     from reshard.core.storage.cipher import Cipher
     from reshard.core.storage.places import Place
@@ -37,10 +35,6 @@ if TYPE_CHECKING:
 _MOST_HELD = 32 << 20  # an entry has some hundred bytes; other content, such as a hash table, may be huge
 
 _LEAST_HEAD = 64 << 10  # a request takes longer than that
-
-_SMALL = 64 << 10
-_PAGE = 4096
-_PAGES = 4
 
 
 class _Header(NamedTuple):
@@ -60,31 +54,31 @@ class Headers:
         self._entries: dict[int, list[FileIndex]] = {}  # indexes with distinct entries, by number of entries
         self._headers = count()
         self._lock = threading.Lock()  # headers at URLs are read side by side
-        self.refused: list[NothingReadableError] = []
 
-    def read(self, path: str, head: bytes = b"") -> FileIndex:
-        """Return the index of a file that was not compared with others; keep the error if it has nothing to read."""
-        try:
-            return index_file(path, store=self._store, head=head)
-        except NothingReadableError as error:
-            self.refused.append(error)
-            return error.index
+    def index(self, path: str, head: bytes = b"") -> FileIndex:
+        """Return the index of a file; its first bytes are given if they have been read.
 
-    def index(self, path: str) -> FileIndex:
-        """Return the index of a file; raise `SourceError` if it is invalid."""
+        Raises:
+            SourceError: it is invalid.
+        """
         size = self._store.size(path)
-        header = self._known.get(size)
-        if header is not None and self._store.holds(path, header.pieces):
-            return header.file_index
-        index = self.shared(self.read(path))
+        known = self._known.get(size)
+        if known and (head.startswith(known.pieces[0][1]) if head else self._store.holds(path, known.pieces)):
+            return known.file_index
+        index = self.read(path, head)
         runs = gaps(index, size)
-        if sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
-            reader = RangeReader(path, store=self._store, window=0)
+        is_told_by_head = len(runs) == 1  # a header, and contents behind it
+        if (is_told_by_head or not head) and sum(nbytes for _, nbytes in runs) <= _MOST_HELD:
+            reader = RangeReader(path, store=self._store, window=0, head=head)
             self._known[size] = _Header(index, [(offset, reader.read(offset, nbytes)) for offset, nbytes in runs])
         return index
 
+    def read(self, path: str, head: bytes = b"") -> FileIndex:
+        """Return the index of a file that is not compared with others."""
+        return self.shared(header_of(path, store=self._store, head=head))
+
     def of_heads(self, files: Iterable[tuple[str, int]]) -> Iterator[FileIndex]:
-        """Yield the index of each file at a URL, given its size; heads are requested in batches.
+        """Yield the index of each safetensors file at a URL, given its size; heads are requested in batches.
 
         The first head is requested alone, and shows how long the others may be.
 
@@ -103,19 +97,11 @@ class Headers:
 
         files, longest = iter(files), 0
         for batch in (islice(files, 1), files):
-            for path, size, filled in in_batches(step(*file) for file in batch):
-                known, head = self._known.get(size), bytes(filled)
-                if known and head.startswith(known.pieces[0][1]):
-                    yield known.file_index
-                    continue
-                index = self.shared(self.read(path, head))
-                runs = gaps(index, size)
-                if len(runs) == 1 and runs[0][1] <= _MOST_HELD:  # a header, and contents behind it
-                    head = RangeReader(path, store=self._store, window=0, head=head).read(*runs[0])
-                    self._known[size] = _Header(index, [(0, head)])
-                    longest = max(longest, len(head))
+            for path, size, head in in_batches(step(*file) for file in batch):
+                yield self.index(path, bytes(head))
+                if size in self._known:
+                    longest = max(longest, len(self._known[size].pieces[0][1]))
                     expected = max(_LEAST_HEAD, longest * 3 // 2)
-                yield index
 
     def shared(self, index: FileIndex) -> FileIndex:
         """Return an index with its header number; share entries that are equal."""
@@ -158,6 +144,14 @@ def _start(path: Place) -> bytes:
     return RangeReader(str(path), window=4).upto(0, 4)
 
 
+def index_ranks(
+    of_ranks: Mapping[int, Sequence[Place]], cipher: Cipher | None, warnings: list[str], step: Step | None = None
+) -> IndexedFiles:
+    """Index the files of each rank, with the key if they are encrypted."""
+    cipher = key_of([path.absolute() for paths in of_ranks.values() for path in paths], cipher)
+    return IndexedFiles(*indexed(of_ranks, cipher), warnings, step, cipher)
+
+
 def indexed(
     chosen: Mapping[int, Sequence[Place]], cipher: Cipher | None
 ) -> tuple[tuple[SourceFile, ...], tuple[int, ...]]:
@@ -187,23 +181,16 @@ def read_indexes(
         SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
         for path, (status, index) in zip(paths, _read(headers, paths, cipher), strict=True)
     ]
-    if headers.refused and not any(file.index.entries for file in files):
-        raise headers.refused[0]
+    if not any(file.index.entries for file in files):
+        for file in files:
+            refuse_unreadable(file.path, file.index)
     return tuple(files), tuple(rank for rank, of_rank in chosen.items() for _ in of_rank)
-
-
-def _states(paths: Sequence[Place]) -> list[Status]:
-    """Return the states of files at URLs; a share for each thread, since a listing has told most of them."""
-    size = -(-len(paths) // max(workers_at(paths), 1)) or 1
-    shares = [paths[begin : begin + size] for begin in range(0, len(paths), size)]
-    states = map_ordered(lambda share: [path.status() for path in share], shares, len(shares))
-    return list(chain.from_iterable(states))
 
 
 def _read(headers: Headers, paths: Sequence[Place], cipher: Cipher | None) -> Iterable[tuple[Status, FileIndex]]:
     """Return the state and the header of every file."""
     if cipher is None and all(path.can.has_latency and path.suffix != ".ckpt" for path in paths):
-        states = _states(paths)
+        states = list(map_ordered(lambda path: path.status(), paths, workers_at(paths)))
         files = ((str(path), state.nbytes) for path, state in zip(paths, states, strict=True))
         return zip(states, headers.of_heads(files), strict=True)
 
@@ -214,7 +201,7 @@ def _read(headers: Headers, paths: Sequence[Place], cipher: Cipher | None) -> It
         if empty:
             return status, headers.shared(FileIndex("ckpt", {}))
         if path.can.has_latency:  # comparing it with a known header would take as many requests
-            return status, headers.shared(headers.read(str(path)))
+            return status, headers.read(str(path))
         return status, headers.index(str(path))
 
     return map_ordered(header, paths, workers_at(paths))

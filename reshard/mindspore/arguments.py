@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.core.model.holdings import is_deduplicated
+from reshard.core.open import has_several_ranks
+from reshard.core.open import open as open_source
 from reshard.core.plan.inputs import Selection
 from reshard.core.plan.make import plan
 from reshard.core.run.run import run
 from reshard.core.run.settings import RunOptions
 from reshard.core.storage.threads import processor_count
 from reshard.errors import SourceError, StrategyError, UsageError, names
-from reshard.formats.open import has_several_ranks
-from reshard.formats.open import open as open_source
 from reshard.mindspore.strategy import any_layout, path_of
 from reshard.strategy.files import read_strategy
 from reshard.strategy.names import ranks_text

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.open import open as open_source
 from reshard.errors import SourceError
-from reshard.formats.open import open as open_source
 from reshard.formats.ranks.options import RankFiles
 from reshard.kits.files import by_name
 from reshard.mindspore.arguments import (

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.core.model.entries import SizedTensor
+from reshard.core.open import open as open_source
 from reshard.core.plan.budget import THREADS
 from reshard.core.plan.inputs import Selection
 from reshard.errors import UsageError, names
-from reshard.formats.open import open as open_source
 from reshard.formats.ranks.options import RankFiles
 from reshard.formats.sets.options import MindSporeSet, share_of
 from reshard.kits.files import by_name

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import SourceFile
     from reshard.core.model.entries import Entry
-    from reshard.formats.ranks.directories import Step
+    from reshard.core.rank_files import Step
 
 _SORTED: dict[str, Callable[[str, int], Any]] = {
     "bytes": lambda _, nbytes: -nbytes,

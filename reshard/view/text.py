@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Checkpoint, SourceFile
     from reshard.core.model.facts import SampleStats
-    from reshard.formats.ranks.directories import Step
+    from reshard.core.rank_files import Step
 
 _MOST_NAMES = 10
 _MOST_FILES = 8

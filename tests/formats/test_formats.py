@@ -46,21 +46,14 @@ def test_safetensors_keeps_notes_and_says_what_it_adds(tmp_path: Path) -> None:
         }
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
-    with refused(SourceError, "empty-file"):
-        index_file(str(saved(tmp_path, b"")))
-
-
-@pytest.mark.parametrize("content", [b"\x0a", b"\x80\x02}q\x00.", b"{}", b"\x93NUMPY"])
-def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
-    path = saved(tmp_path, content)
-    with refused(SourceError, "not-a-checkpoint"):
-        index_file(str(path))
-
-
-def test_a_file_of_torch_save_among_files_of_ranks(tmp_path: Path) -> None:
-    with refused(SourceError, "unsupported-format", "torch.save"):
-        index_file(str(saved(tmp_path, b"PK\x03\x04 a zip")))
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [(content, "not-a-checkpoint") for content in (b"\x0a", b"\x80\x02}q\x00.", b"{}", b"\x93NUMPY")]
+    + [(b"", "empty-file"), (b"PK\x03\x04 a zip", "unsupported-format")],
+)
+def test_a_file_of_no_known_format(tmp_path: Path, content: bytes, code: str) -> None:
+    with refused(SourceError, code):
+        index_file(str(saved(tmp_path, content)))
 
 
 def test_dtypes_that_a_format_does_not_have() -> None:

@@ -64,17 +64,6 @@ def test_parts_of_a_tensor_cut_by_rows_as_asynchronous_saving_does(tmp_path: Pat
     assert len(index.entries["w"].runs) == 3
 
 
-def test_large_tensors_are_written_in_parts_as_mindspore_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ckpt, "PART_BYTES", 10)
-    path = saved(tmp_path, write(ckpt, SAMPLE))
-    expected = [("layer.weight", 10), ("layer.weight", 10), ("layer.weight", 4)]
-    made: Any = message_class("Checkpoint")()
-    made.ParseFromString(path.read_bytes())
-    assert [(v.tag, len(v.tensor.tensor_content)) for v in made.value][:3] == expected  # cut in the middle of a row
-    assert {tuple(v.tensor.dims) for v in made.value if v.tag == "layer.weight"} == {(2, 3)}
-    assert contents_of(path, index_file(str(path))) == SAMPLE == helpers.read_rank_file(path)
-
-
 def test_a_tensor_over_512_mib_is_two_messages(tmp_path: Path) -> None:
     shape = (3, 128 * 1024 * 1024)  # 384 MiB of bytes
     layout = ckpt.lay_out([Content("w", BY_NAME["float16"], shape), Content("b", BY_NAME["uint8"], (1,))], {})

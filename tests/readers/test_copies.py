@@ -17,7 +17,7 @@ from checkpoints import assert_equal, numbers, write_ranks
 from commands import call, done
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import failed, refused
+from refusals import refused
 
 import reshard
 from reshard import Cipher, Layout, Strategy
@@ -130,9 +130,8 @@ def test_a_copy_has_the_layout(
         assert_equal(reshard.Checkpoint(opened._record.without(["step", "note"])), FULL)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-def test_commands_know_the_layout_of_a_copy(out: Path, tmp_path: Path, way: Callable[[Path], Path]) -> None:
-    copy = way(out)
+def test_commands_know_the_layout_of_a_copy(out: Path, tmp_path: Path) -> None:
+    copy = cp(out)
     shown = done("inspect", copy)
     assert "[48, 16]" in shown.stdout
     assert "warning" not in shown.stderr
@@ -172,16 +171,6 @@ def test_at_urls(source: reshard.Checkpoint, out: Path, root: str) -> None:
     with refused(SourceError, "no-layout", "rank_2/checkpoint_2.ckpt"):
         reshard.open(f"{root}/copied")
     assert not verify(f"{root}/copied").equal
-    fs.pipe_file(changed, content[:-1])
-    failed(
-        4,
-        "truncated",
-        "convert",
-        "--to=mindspore",
-        f"{root}/copied",
-        f"{root}/whole",
-        places=("rank_2/checkpoint_2.ckpt",),
-    )
 
 
 def files(root: Path) -> list[Path]:
@@ -204,23 +193,6 @@ def refusal(copy: Path, file: Path) -> str:
     assert shown.exit_code == 4 or str(file) in shown.stderr
     assert str(file) in str(raised.value)
     return str(raised.value)
-
-
-@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("old", [b"norm", b"F32", b"Float32"])
-def test_a_changed_byte_of_a_header(
-    source: reshard.Checkpoint, tmp_path: Path, format: str, rank: int, old: bytes
-) -> None:
-    reshard.plan(source, TARGET, to=format).run(tmp_path / "out")
-    copy = cp(tmp_path / "out")
-    file = files(copy)[rank]
-    content = file.read_bytes()
-    if old not in content:
-        pytest.skip("the other format says it so")
-    file.write_bytes(content.replace(old, {b"norm": b"form", b"F32": b"I32", b"Float32": b"UInt32_"}[old], 1))
-    refusal(copy, file)
-    assert call("verify", copy).exit_code in {3, 4}
 
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), rank=st.integers(0, 3))

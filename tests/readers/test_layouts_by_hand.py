@@ -47,16 +47,8 @@ def test_blocks_that_are_replicas_are_not_joined(replicas: Path, tmp_path: Path,
     with refused(SourceError, "saved-whole", "'w'", f"'{rules.get('w', 'split:0')}'"):
         reshard.open(replicas, layout=rules)
     typed = [word for name, rule in rules.items() for word in ("--layout", f"{name}={rule}")]
-    failed(
-        4,
-        "saved-whole",
-        "convert",
-        "--to=mindspore",
-        replicas,
-        tmp_path / "whole",
-        *typed,
-        places=("--layout '*=whole'",),
-    )
+    command = "convert", "--to=mindspore", replicas, tmp_path / "whole", *typed
+    failed(4, "saved-whole", *command, places=("--layout '*=whole'",))
     assert not (tmp_path / "whole").exists()
     assert_equal(reshard.open(replicas, layout={"*": "whole"}), FULL)
 
@@ -96,14 +88,7 @@ def test_one_layout_is_added_to_those_of_the_ledger(out: Path, tmp_path: Path, r
 
 @pytest.mark.parametrize(
     "rules",
-    [
-        {"w": "split:0"},
-        {"w": "copy"},
-        {"*": "split:0"},
-        {"w": "2,2:-1,0"},
-        {"v": "split:0"},
-        {"b": "copy", "w": "split:1"},
-    ],
+    [{"w": "split:0"}, {"w": "copy"}, {"*": "split:0"}, {"w": "2,2:-1,0"}, {"b": "copy", "w": "split:1"}],
 )
 @pytest.mark.parametrize("given", [None, COLUMNS])
 def test_what_the_ledger_knows_is_not_contradicted(out: Path, rules: dict[str, str], given: Strategy | None) -> None:
@@ -140,9 +125,8 @@ def test_the_strategy_beside_a_source_is_named(tmp_path: Path, place: str) -> No
     (tmp_path / "other.json").write_text("{")
     (tmp_path / "not.ckpt").write_bytes(b"\x08\x01" * 1000)
     shown = f"'{tmp_path / place}'" if " " in place else str(tmp_path / place)
-    result = failed(
-        4, "no-layout", "convert", "--to=mindspore", root, tmp_path / "whole", places=(f"--source-strategy {shown}\n",)
-    )
+    command = "convert", "--to=mindspore", root, tmp_path / "whole"
+    result = failed(4, "no-layout", *command, places=(f"--source-strategy {shown}\n",))
     assert "dst_strategy" not in result.stderr
     with refused(SourceError, "no-layout", f"strategy='{tmp_path / place}'"):
         reshard.open(root)
@@ -153,17 +137,10 @@ def test_it_is_relative_as_the_source_is(tmp_path: Path, monkeypatch: pytest.Mon
     write_ranks(tmp_path / "src", FULL, ROWS)
     reshard.write_strategy(ROWS, tmp_path / "src_strategy.ckpt")
     monkeypatch.chdir(tmp_path)
-    failed(4, "no-layout", "convert", "--to=mindspore", "src", "whole", places=("--source-strategy src_strategy.ckpt",))
-    monkeypatch.chdir(tmp_path / "src")
-    failed(
-        4,
-        "no-layout",
-        "convert",
-        "--to=mindspore",
-        ".",
-        "../whole",
-        places=(f"--source-strategy {tmp_path}/src_strategy.ckpt",),
-    )
+    for source, strategy in (("src", "src_strategy.ckpt"), (".", f"{tmp_path}/src_strategy.ckpt")):
+        command = "convert", "--to=mindspore", source, tmp_path / "whole"
+        failed(4, "no-layout", *command, places=(f"--source-strategy {strategy}",))
+        monkeypatch.chdir(tmp_path / "src")
 
 
 def test_the_strategy_beside_a_source_at_a_url(tmp_path: Path, root: str) -> None:
@@ -182,10 +159,8 @@ def test_what_does_not_fit_is_not_named(tmp_path: Path) -> None:
     reshard.write_strategy(wrong, tmp_path / "wrong_strategy.ckpt")
     reshard.write_strategy(COLUMNS, tmp_path / "dst_strategy.ckpt")
     shutil.copy(root / "rank_0" / "checkpoint_0.safetensors", tmp_path / "one.ckpt")
-    result = failed(
-        4, "no-layout", "convert", "--to=mindspore", root, tmp_path / "whole",
-        places=("--source-strategy, or --layout '*=RULE'",),
-    )  # fmt: skip
+    command = "convert", "--to=mindspore", root, tmp_path / "whole"
+    result = failed(4, "no-layout", *command, places=("--source-strategy, or --layout '*=RULE'",))
     assert "strategy.ckpt" not in result.stderr
 
 

@@ -26,9 +26,9 @@ from orbax_files import (
 from refusals import failed, one_line, refused
 
 import reshard
+from reshard.core.catalog import iterations_at
+from reshard.core.open import open as open_record
 from reshard.errors import SourceError
-from reshard.formats.catalog import iterations_at
-from reshard.formats.open import open as open_record
 from reshard.view.words import blocks_of
 
 if TYPE_CHECKING:

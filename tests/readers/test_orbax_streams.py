@@ -13,9 +13,9 @@ from orbax_files import Database, add_array, write_orbax, write_tree
 from refusals import one_line
 
 import reshard
+from reshard.core.open import open as open_record
 from reshard.core.plan import budget
 from reshard.core.storage.local import LocalStore
-from reshard.formats.open import open as open_record
 from reshard.formats.orbax import array_blocks, item_values
 from reshard.kits.chunks import streaming
 from reshard.kits.chunks.decoding import Decoding, Fill

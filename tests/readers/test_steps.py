@@ -41,11 +41,6 @@ def test_the_newest_step_of_a_run(name: str, tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path.with_suffix(".out")), full)
 
 
-def test_one_step_is_a_run(tmp_path: Path) -> None:
-    full = write_step(tmp_path / "step-3", 3)
-    assert_equal(reshard.open(tmp_path), full)
-
-
 def test_an_unfinished_step_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     full = write_step(tmp_path / "step-1", 1)
     write_step(tmp_path / "step-2", 2)
@@ -59,21 +54,6 @@ def test_an_unfinished_step_is_passed_over_with_a_warning(tmp_path: Path) -> Non
         reshard.open(tmp_path)
 
 
-def test_directories_without_a_word_for_a_step_are_parts(tmp_path: Path) -> None:
-    """Such as accelerate's `pytorch_model_fsdp_0` and `optimizer_0`."""
-    write_step(tmp_path / "model_0", 1)
-    full = {"m": np.arange(4, dtype=np.float32)}
-    write_torch(tmp_path / "optimizer_0", full, {0: [("m", ((0,), (4,)), item(full["m"]))]})
-    assert_equal(reshard.open(tmp_path), {"w": np.full((4, 2), 1, np.float32), **full})
-
-
-def test_two_kinds_of_steps_are_no_run(tmp_path: Path) -> None:
-    for name in ("a-step-1", "a-step-2", "b-step-1", "b-step-2"):
-        write_step(tmp_path / name, 1)
-    with refused(SourceError, "several-checkpoints"):
-        reshard.open(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["checkpoint_{}", "my_run_{}", "step_{:06}"])
 def test_steps_of_orbax_have_a_prefix(name: str, mindspore_data: Path, tmp_path: Path) -> None:
     run = mindspore_data / "orbax" / "run" / "checkpoint"
@@ -83,9 +63,3 @@ def test_steps_of_orbax_have_a_prefix(name: str, mindspore_data: Path, tmp_path:
     last = {key: np.asarray(value).tobytes() for key, value in reshard.open(tmp_path / name.format(steps[-1])).items()}
     assert {key: np.asarray(value).tobytes() for key, value in reshard.open(tmp_path).items()} == last
     assert [each.step for each in reshard.runs(tmp_path)] == [*map(str, steps)]
-
-
-def test_an_item_of_orbax_is_no_run(mindspore_data: Path) -> None:
-    """Its processes are numbered."""
-    item_directory = next((mindspore_data / "orbax").rglob("ocdbt.process_0")).parent
-    assert reshard.open(item_directory).format == "orbax"

@@ -40,6 +40,7 @@ from stopped_runs import (
 import reshard
 from reshard import Layout, SourceError, Strategy
 from reshard.cli.commands import TYPED, Command
+from reshard.core.catalog import stored_checkpoints
 from reshard.core.model.entries import covers
 from reshard.core.plan import partition
 from reshard.core.plan.partition import bytes_left, remaining
@@ -52,7 +53,6 @@ from reshard.core.run.state.preflight import Do, files_with, preflight
 from reshard.core.run.state.sums import spans_of
 from reshard.core.storage.base import PARTIAL, unfinished_path
 from reshard.errors import TargetError, bytes_text
-from reshard.formats.catalog import stored_checkpoints
 from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ def test_files_that_differ_in_contents_alone_are_parsed_once(
     first, *others = indexes(*paths)
     assert all(other is first for other in others)
     parsed: list[str] = []
-    monkeypatch.setattr(headers, "index_file", lambda path, **more: parsed.append(path) or index_file(path, **more))
+    monkeypatch.setattr(headers, "header_of", lambda path, **more: parsed.append(path) or index_file(path, **more))
     together = Headers(AnyStore())
     for path in paths:
         together.index(str(path))

@@ -56,7 +56,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose headers are parsed."""
     paths: list[str] = []
-    monkeypatch.setattr(headers, "index_file", lambda path, **more: paths.append(path) or index_file(path, **more))
+    monkeypatch.setattr(headers, "header_of", lambda path, **more: paths.append(path) or index_file(path, **more))
     return paths
 
 

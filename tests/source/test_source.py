@@ -13,8 +13,8 @@ from refusals import check, refused
 import reshard
 from reshard import Layout, Selection, Strategy
 from reshard.core.model import probe
+from reshard.core.rank_files import Step
 from reshard.errors import SourceError, StrategyError, UsageError
-from reshard.formats.ranks.directories import Step
 from reshard.view.tables import checkpoint_data
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from reshard.cli.terminal import (
     width,
 )
 from reshard.cli.values import READ_PLACE
+from reshard.core.open import open as open_checkpoint
 from reshard.errors import SourceError, VerifyError
-from reshard.formats.open import open as open_checkpoint
 from reshard.view.progress import progress
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from reshard.api.demos import MARK
 from reshard.api.demos import demo as write_demo
 from reshard.api.formats import options_of
 from reshard.core.format import written
+from reshard.core.open import open as open_checkpoint
 from reshard.core.plan.make import plan
 from reshard.core.run.run import run
 from reshard.core.run.settings import RunOptions
 from reshard.dtypes import BY_NAME
 from reshard.errors import VerifyError, bytes_text, names
-from reshard.formats.open import open as open_checkpoint
 from reshard.strategy.files import read_strategy
 from reshard.strategy.proto import message_class
 from reshard.view.text import count_text

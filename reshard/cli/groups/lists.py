@@ -63,7 +63,7 @@ def runs(source: Place, newest: bool, as_json: bool) -> None:
 
     Only names, sizes and headers are read, at an object store with one listing. The newest complete one is marked.
     """
-    from reshard.formats.catalog import newest_complete, stored_checkpoints
+    from reshard.core.catalog import newest_complete, stored_checkpoints
     from reshard.view.pages.runs_view import Runs, runs_data, runs_text
 
     if newest:

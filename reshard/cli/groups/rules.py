@@ -12,8 +12,8 @@ from reshard.cli.options import json_option, source_options
 from reshard.cli.selection import rules_numbers
 from reshard.cli.terminal import print_json, print_text, say_warnings, width
 from reshard.cli.values import READ_PLACE
+from reshard.core.open import open as open_checkpoint
 from reshard.errors import VerifyError, names, printable
-from reshard.formats.open import open as open_checkpoint
 
 if TYPE_CHECKING:
     from reshard.core.listing import OpenOptions

@@ -18,10 +18,10 @@ from reshard.cli.options import (
 from reshard.cli.terminal import print_json, print_text, say_warnings, wrote
 from reshard.cli.values import READ, READ_PLACE, STRATEGY
 from reshard.core.model.holdings import strategy_of
+from reshard.core.open import open as open_checkpoint
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_yaml, refuse_existing, refuse_inputs
 from reshard.errors import Faults, SourceError, UsageError, VerifyError, bytes_text, printable
-from reshard.formats.open import open as open_checkpoint
 from reshard.strategy.files import merge_strategies
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def make_strategy(
     Checkpoint 2.0 does, and what reshard wrote.
     """
     from reshard.core.model.holdings import strategy_by_rules
-    from reshard.formats.open import files_read
+    from reshard.core.open import files_read
 
     if rules is None and predict:
         raise UsageError("--predict needs RULES", code="no-effect", hint="leave --predict out")
@@ -228,8 +228,8 @@ def _refuse_unknown_layout(checkpoint: Place, opening: OpenOptions) -> None:
         SourceError: its ledger does, and a file changed since.
         UsageError: nothing says it.
     """
-    from reshard.formats.open import is_described, ledger_layout
-    from reshard.formats.ranks.reader import changed_text
+    from reshard.core.open import is_described, ledger_layout
+    from reshard.core.records.made import changed_text
 
     if not checkpoint.is_dir() or is_described(checkpoint):
         return

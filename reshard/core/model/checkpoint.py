@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.core.layout.block import Block, Shape
     from reshard.core.model.entries import FileIndex, Runs
     from reshard.core.model.facts import Origin
+    from reshard.core.rank_files import Step
     from reshard.core.storage.base import Coding
     from reshard.dtypes import DType
     from reshard.rules.lora import LoRA
@@ -74,6 +75,19 @@ class SourceFile:
 def unreadable_in(files: Iterable[SourceFile]) -> dict[str, str]:
     """Return the entries of files that cannot be converted, with the reason."""
     return {name: reason for file in files for name, reason in file.index.unreadable}
+
+
+class IndexedFiles(NamedTuple):
+    """The indexed files of a checkpoint, with ranks, warnings, step and key.
+
+    `step` is the one that was chosen if there are several.
+    """
+
+    files: tuple[SourceFile, ...]
+    ranks: tuple[int, ...]
+    warnings: list[str]
+    step: Step | None = None
+    cipher: Cipher | None = None
 
 
 class Shard(NamedTuple):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from reshard.core.layout.arrangement import Arrangement
     from reshard.core.layout.layout import Layout
     from reshard.core.model.checkpoint import Checkpoint, Tensor
-    from reshard.formats.ranks.directories import Step
+    from reshard.core.rank_files import Step
     from reshard.rules.lora import LoRA
     from reshard.rules.rules import Rules
 

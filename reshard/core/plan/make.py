@@ -15,20 +15,20 @@ from reshard.core.model.checkpoint import Checkpoint
 from reshard.core.model.facts import Opening
 from reshard.core.model.holdings import strategy_of
 from reshard.core.model.reshape import with_shapes
+from reshard.core.open import open as open_checkpoint
+from reshard.core.open import read_headers
 from reshard.core.options import Options
 from reshard.core.plan.budget import BAND_BYTES, IMPORTED_BYTES, budget
 from reshard.core.plan.build import build
 from reshard.core.plan.inputs import Selection, derived, globs
 from reshard.core.plan.plan import Plan, Request, Stats
+from reshard.core.plan.same_files import SameFiles
 from reshard.core.plan.select import select, select_listed
 from reshard.core.storage.cipher import MODE
 from reshard.core.storage.places import as_place
 from reshard.core.target import TargetInputs, TargetTensor
 from reshard.errors import BudgetError, Faults, Option, StrategyError, Text, UsageError, bytes_text, names
 from reshard.expressions.quantized.methods import is_code, refuse_parted, way_out, with_method
-from reshard.formats.open import open as open_checkpoint
-from reshard.formats.open import read_headers
-from reshard.formats.ranks.writer import SameFiles
 from reshard.formats.sets.sidecars import sidecar_names
 from reshard.kits.files import by_name, encodings
 from reshard.strategy.names import ALL_STAGES, ranks_text

@@ -30,6 +30,7 @@ from reshard.core.layout.arrangement import Arrangement
 from reshard.core.layout.grid import MOST_DEVICES
 from reshard.core.model.digests import index_digests, pages_digest
 from reshard.core.model.facts import SampleStats  # noqa: TC001 -- `schema.read` evaluates annotations
+from reshard.core.open import files_of_sources
 from reshard.core.options import Options
 from reshard.core.plan.inputs import provenance_of, selection_of
 from reshard.core.plan.make import plan as make_plan
@@ -38,12 +39,11 @@ from reshard.core.records.arrangements import ArrangementRecord
 from reshard.core.records.provenance import ComputationRecord, FileRecord, Provenance, SourceRecord
 from reshard.core.records.schema import Count, InnerPath, Line, is_inner_path, parse, to_json
 from reshard.core.records.schema import read as read_record
+from reshard.core.reopen import recomputed, reopen
 from reshard.core.runs import is_iteration
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small, refuse_existing, refuse_inputs, write_whole
 from reshard.errors import Faults, Option, PlanError, ReshardError, SourceError, TargetError, Text, UsageError
-from reshard.formats.open import files_of_sources
-from reshard.formats.reopen import recomputed, reopen
 
 if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint

@@ -40,15 +40,18 @@ from shlex import join
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.storage.base import PARTIAL
 from reshard.core.storage.page_cache import boot_id
 from reshard.core.storage.places import can
 from reshard.core.storage.threads import map_ordered
 from reshard.core.storage.urls.listings import listings
 from reshard.core.storage.urls.remote import REQUESTS, remote_store
-from reshard.errors import SourceError, bytes_text
+from reshard.errors import SourceError, bytes_text, names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from reshard.core.storage.places import Place
 
 DIRECTORY = ".reshard"
 """The directory of logs, below the target directory."""
@@ -229,6 +232,16 @@ def unfinished(root: str, *, directory: str = "") -> Unfinished | None:
     written += sum(record.ready[0] for record in of_run.values() if record.ready)
     total = sum(record.size for record in of_run.values())
     return Unfinished(tuple(of_run), written, total, newest.command, newest.directory)
+
+
+def leftovers(root: Place) -> list[str]:
+    """Return a fact on the unfinished files below a directory; [] without any."""
+    files = root.files() if root.is_dir() else []
+    partial = sorted(path.relative_to(str(root)).as_posix() for path in files if path.suffix == PARTIAL)
+    if not partial:
+        return []
+    count = f"{len(partial)} unfinished file{'s' * (len(partial) != 1)}"
+    return [f"{root} has {count} ({names(partial, most=1)}): a run was interrupted, or is not done"]
 
 
 def parts_of(directory: str) -> dict[str, list[str]]:

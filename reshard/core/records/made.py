@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from reshard.core.format import marked
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import SourceFile
     from reshard.core.records.logs import Range
     from reshard.core.records.provenance import Provenance
-    from reshard.core.storage.places import Place
+    from reshard.core.storage.places import AnyName, Place
     from reshard.strategy.strategy import Strategy
 
 VERSION = 2
@@ -74,6 +75,12 @@ class Made:
             if record.rank is not None:
                 files.setdefault(record.rank, []).append(f"{self.root}/{file}")
         return dict(sorted(files.items()))
+
+    @property
+    def own_strategy(self) -> Strategy | None:
+        """Return the strategy of the target, or that of the stage of a pipeline that it is."""
+        stage = self.provenance.target.stage
+        return self.strategy.of_stage(stage) if self.strategy and stage is not None else self.strategy
 
     def is_as_noted(self) -> bool:
         """Return whether all files exist with the size and time in the ledger."""
@@ -141,6 +148,14 @@ class Made:
             return ""
 
         return next(filter(None, map_ordered(change, [*sizes], workers_at(sizes))), "")
+
+
+def changed_text(root: AnyName, change: str) -> str:
+    """Return the message for a target whose files differ from its ledger."""
+    return (
+        f"{root} was written by reshard, but {change}; so the layout in its ledger is not used (`reshard verify "
+        f"{quote(str(root))}` compares it with its source)"
+    )
 
 
 def _samples(ranges: Mapping[str, Iterable[Range]], touched: Collection[str]) -> dict[str, list[Range]]:

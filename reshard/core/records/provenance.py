@@ -2,7 +2,7 @@
 
 A ledger has the whole record, a plan file has it with further options, a zarr store has only `SourceRecord`. It is
 validated on reading: form by `schema.read`, values by `StrategyRecord.read` and `Selection`. Source files are only
-read. `formats.reopen` opens the source again.
+read. `core.reopen` opens the source again.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class InputRecord:
 
 @dataclass(frozen=True, slots=True)
 class ComputationRecord:
-    """A `Computation`; `formats.reopen` checks the options.
+    """A `Computation`; `core.reopen` checks the options.
 
     Attributes:
         kind, options: as in `Computation`.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from reshard.core.layout.block import shape_text
 from reshard.core.model.digests import gaps
 from reshard.core.model.entries import FileIndex
+from reshard.core.rank_files import EXTENSIONS
+from reshard.core.records.logs import leftovers
 from reshard.core.storage.base import truncated_text
 from reshard.core.storage.places import workers_at
 from reshard.core.storage.threads import map_ordered
@@ -15,8 +17,6 @@ from reshard.core.verify.manifest import Manifest, shape_of
 from reshard.core.verify.sums import sum_entries
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import SourceError, names
-from reshard.formats.ranks.directories import leftovers
-from reshard.formats.ranks.names import EXTENSIONS
 from reshard.kits.files import index_file
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ from reshard.core.format import marked
 from reshard.core.layout.block import LONGEST_NAME
 from reshard.core.listing import RANK_PATTERN
 from reshard.core.model.digests import gaps
+from reshard.core.open import read_headers
 from reshard.core.records.schema import FormatError, Kind
 from reshard.core.records.schema import read as read_record
 from reshard.core.storage.crc import crc32c
@@ -41,7 +42,6 @@ from reshard.core.storage.small import parse_json, read_small, refuse_existing, 
 from reshard.core.verify.sums import progress_callback, sum_contents, sum_entries, thread_count
 from reshard.dtypes import BY_NAME, STR, DType
 from reshard.errors import EncryptedError, Faults, SourceError, UsageError, names
-from reshard.formats.open import read_headers
 from reshard.kits.indexes import set_indexes
 
 if TYPE_CHECKING:

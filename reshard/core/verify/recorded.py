@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.core.plan.inputs import derived, selection_of
 from reshard.core.records.logs import known
+from reshard.core.reopen import reopen
 from reshard.core.storage.places import any_store, as_place, workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.core.verify.difference import Difference
 from reshard.core.verify.sums import sum_contents
 from reshard.errors import Option, ReshardError, SourceError, Text, UsageError, names
-from reshard.formats.reopen import reopen
 
 if TYPE_CHECKING:
     from collections.abc import Callable

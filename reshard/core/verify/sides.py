@@ -23,20 +23,19 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from reshard.core.model.checkpoint import Checkpoint, unreadable_in
 from reshard.core.model.digests import digest
 from reshard.core.model.facts import Opening
+from reshard.core.open import is_described, made_at, read_headers
+from reshard.core.open import open as open_checkpoint
 from reshard.core.plan.changes import refuse_unused_changes
 from reshard.core.plan.inputs import Selection, derived
 from reshard.core.plan.select import select_listed
 from reshard.core.records.provenance import SourceRecord
 from reshard.core.records.schema import to_json
+from reshard.core.reopen import reopen_target
 from reshard.core.runs import iteration_at
 from reshard.core.storage.places import as_place
 from reshard.core.verify.recorded import noted_source, selection_in
 from reshard.core.verify.structure import refuse_deduplicated
 from reshard.errors import Faults, GoneError, Option, ReshardError, SourceError, Text, UsageError, joined, names
-from reshard.formats.made import made_at
-from reshard.formats.open import is_described, read_headers
-from reshard.formats.open import open as open_checkpoint
-from reshard.formats.reopen import reopen_target
 from reshard.strategy.names import matching, no_match
 
 if TYPE_CHECKING:

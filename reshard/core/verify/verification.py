@@ -10,8 +10,8 @@ from reshard.upward import upward
 
 if TYPE_CHECKING:
     from reshard.core.plan.changes import Change
+    from reshard.core.rank_files import Step
     from reshard.core.verify.difference import Difference
-    from reshard.formats.ranks.directories import Step
 
 
 @dataclass(frozen=True, slots=True)

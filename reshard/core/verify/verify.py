@@ -22,9 +22,12 @@ from typing import TYPE_CHECKING, Any
 from reshard import environment
 from reshard.core.model.checkpoint import Checkpoint
 from reshard.core.model.reshape import with_shapes
+from reshard.core.open import made_at
 from reshard.core.plan.budget import comparison_budget
 from reshard.core.plan.changes import cast_advice, changes
 from reshard.core.plan.inputs import Selection
+from reshard.core.rank_files import rank_of
+from reshard.core.records.logs import leftovers
 from reshard.core.storage.cipher import required
 from reshard.core.storage.places import as_place
 from reshard.core.verify.by_manifest import verify_files
@@ -33,8 +36,6 @@ from reshard.core.verify.structure import check_structure
 from reshard.core.verify.sums import check_carried, progress_callback, thread_count
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
-from reshard.formats.made import made_at
-from reshard.formats.ranks.directories import leftovers, rank_of
 from reshard.kits.indexes import read_index
 from reshard.kits.safetensors_library import by_library, read_by_library, unread_by_library
 
@@ -232,9 +233,9 @@ def _made(
 
 def _against_made(made: Made, cipher: Cipher | None, source_cipher: Cipher | None, options: _Options) -> Verification:
     """Compare a target with the source in its ledger, or with the checksums in it."""
+    from reshard.core.reopen import reopen_target
     from reshard.core.verify.recorded import keys_of, source_of  # lazy import: rarely needed
     from reshard.core.verify.sides import Sides, options_of
-    from reshard.formats.reopen import reopen_target
 
     key_given = required(source_cipher)
     cipher, source_cipher = keys_of(made, cipher, source_cipher)

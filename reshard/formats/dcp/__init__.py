@@ -43,6 +43,7 @@ class DistributedCheckpoint(Format):
         RunLayout(TRACKER, re.compile(r"iter_(\d{7,18})")),  # Megatron-LM
         RunLayout("", re.compile(rf"(?:{STEP_WORD})?(\d{{1,18}})(?:[-_.]ckpt?)?", re.IGNORECASE | re.DOTALL)),
     )
+    of_tensors = frozenset({".distcp", ".safetensors"})
     carries = True
     entry_bytes = 800
 

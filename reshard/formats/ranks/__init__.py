@@ -6,37 +6,53 @@ from typing import TYPE_CHECKING
 
 from reshard.core.format import Format, Found
 from reshard.core.listing import RANK_DIRECTORY
-from reshard.formats.ranks.names import EXTENSIONS
+from reshard.core.rank_files import EXTENSIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from reshard.core.listing import Contents, Listing, OpenOptions
-    from reshard.core.model.checkpoint import Checkpoint
+    from reshard.core.model.checkpoint import Checkpoint, IndexedFiles
     from reshard.core.model.findings import Candidate, Directory
     from reshard.core.options import Options
+    from reshard.core.storage.places import Place
     from reshard.core.target import Target
 
-TAKEN = frozenset({"strategy", "rank_pattern", "suffix", "layouts", "stage", "partial", "cipher"})
 
+class AnyFiles(Format):
+    """Files that do not describe their blocks: of ranks, of a set, or one of whole tensors."""
 
-class Ranks(Format):
-    """Files of ranks in either encoding; a strategy says which rank holds which block."""
-
-    name = "ranks"
-    title = "ranks"
-    takes = TAKEN
+    takes = frozenset({"strategy", "rank_pattern", "suffix", "layouts", "stage", "partial", "cipher"})
     describes = False
-
-    def find(self, here: Listing) -> Found | None:
-        """See `Format`. It is the last resort: files of ranks have any names that a pattern matches."""
-        return Found(self, here)
 
     def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:
         """See `Format`."""
         from reshard.formats.ranks.opening import open_ranks
 
-        return open_ranks(found.place, options, names=found.here.names, contents=contents)
+        return open_ranks(found.source, options, names=found.here.names, contents=contents)
+
+    def headers(self, found: Found, options: OpenOptions) -> IndexedFiles:
+        """See `Format`."""
+        from reshard.formats.ranks.opening import read_files
+
+        return read_files(found.source, options, found.here.names)
+
+
+class Ranks(AnyFiles):
+    """Files of ranks in either encoding; a strategy says which rank holds which block."""
+
+    name = "ranks"
+    title = "ranks"
+
+    def find(self, here: Listing) -> Found | None:
+        """See `Format`. It is the last resort: files of ranks have any names that a pattern matches."""
+        return Found(self, here)
+
+    def files_by_rank(self, found: Found, options: OpenOptions) -> Mapping[int, Sequence[Place]]:
+        """See `Format`."""
+        from reshard.formats.ranks.directories import rank_files
+
+        return rank_files(found.place, options.rank_pattern, options.suffix, [])[0]
 
     def word_of(self, checkpoint: Checkpoint) -> str:
         """See `Format`. It is the encoding of the files, if all have the same."""
@@ -45,11 +61,14 @@ class Ranks(Format):
         return word if f".{word}" in EXTENSIONS else "safetensors"
 
     def listed(self, tree: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
-        """See `Format`. Each step, or other name that ranks share, is a checkpoint."""
-        from reshard.formats.ranks.completeness import ranked
+        """See `Format`. Each step, or other name that ranks share, is a checkpoint; or else each file."""
+        from reshard.formats.ranks.completeness import ranked, single_files
 
         names = [name for name in tree.below if RANK_DIRECTORY.fullmatch(name)]
-        yield from ((candidate, names) for candidate in ranked(tree))
+        if of_ranks := [*ranked(tree)]:
+            yield from ((candidate, names) for candidate in of_ranks)
+        else:
+            yield from ((candidate, ()) for candidate in single_files(tree))
 
 
 class Encoding(Format):

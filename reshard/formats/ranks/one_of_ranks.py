@@ -18,9 +18,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.listing import STEP_NAME
+from reshard.core.rank_files import EXTENSIONS, Step
 from reshard.errors import Option, ReshardError, SourceError, Text, names
-from reshard.formats.ranks.directories import Step
-from reshard.formats.ranks.names import EXTENSIONS
 from reshard.kits.files import is_save
 from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES
 from reshard.siblings import keeping_siblings, siblings_of
@@ -40,52 +39,50 @@ _MOST_ASKED = 3  # of the siblings
 
 
 class _Family(NamedTuple):
-    """Names in a directory that differ in one number.
+    """Names in a directory that differ in one number from a name that is looked at.
 
     Attributes:
-        before, after: the name that is looked at, before and behind its number.
-        number: its number, as it is written.
+        begin: the name that is looked at, up to the end of the number.
+        pattern: the names, with `{rank}` for the number.
+        number: the number of the name that is looked at.
         alike: the names, by number.
     """
 
-    before: str
-    number: str
-    after: str
+    begin: str
+    pattern: str
+    number: int
     alike: Alike
 
     @property
     def others(self) -> list[str]:
         """Return the other names."""
-        return [name for number, name in self.alike.names.items() if number != int(self.number)]
+        return [name for number, name in self.alike.names.items() if number != self.number]
 
     @property
     def others_count(self) -> int:
-        """Return the number of other names."""
-        return len(self.alike.names) - (int(self.number) in self.alike.names)
+        """Return the number of other names; a directory may have many."""
+        return len(self.alike.names) - (self.number in self.alike.names)
 
     @property
     def is_of_steps(self) -> bool:
         """Return whether the number is a step, or the digits of a fraction."""
-        name = self.before + self.number
-        return bool(_STEP.fullmatch(name) or _DECIMAL.fullmatch(name))
+        return bool(_STEP.fullmatch(self.begin) or _DECIMAL.fullmatch(self.begin))
 
     @property
     def is_of_ranks(self) -> bool:
         """Return whether the number is a rank; that of a LoRA adapter (`lora_rank_8`) is not counted, nor 0."""
-        is_rank = _RANK.fullmatch(self.before + self.number) is not None
-        has_first = int(self.number) == 0 or 0 in self.alike.names
-        return is_rank and (self.is_counted or (self.others_count > 0 and has_first))
+        return bool(_RANK.fullmatch(self.begin)) and (self.is_counted or self.number == 0 or 0 in self.alike.names)
 
     @property
     def is_counted(self) -> bool:
-        """Return whether there are others, and the numbers begin near 0, without large gaps."""
-        return self.others_count > 0 and max(int(self.number), self.alike.highest) < 2 * (self.others_count + 1)
+        """Return whether the numbers begin near 0, without large gaps."""
+        return max(self.number, self.alike.highest) < 2 * (self.others_count + 1)
 
     def nearest(self) -> Iterator[str]:
         """Yield the other names, those with the nearest numbers first."""
-        own, names = int(self.number), self.alike.names
-        for distance in range(1, max(own, self.alike.highest) + 1):
-            for number in (own - distance, own + distance):
+        names = self.alike.names
+        for distance in range(1, max(self.number, self.alike.highest) + 1):
+            for number in (self.number - distance, self.number + distance):
                 if number in names:
                     yield names[number]
 
@@ -97,10 +94,26 @@ def refuse_one_of_ranks(path: Place) -> None:
         SourceError: it is.
     """
     for file in _with_target(path):
-        _refuse_by_directory(file)
-        for family in _families(file):
-            if family.is_of_ranks:
-                raise _error(file, family.others, f"{family.before}{{rank}}{family.after}")
+        directory = file.parent
+        for family in _families(directory) if _RANK.search(directory.name) else []:
+            beside = [f"{other}/{file.name}" for other in islice(family.others, _MOST_ASKED)]
+            if family.is_of_ranks and (others := [each for each in beside if (directory.parent / each).is_file()]):
+                raise _error(file, others, "")
+        _refuse_by_name(file)
+
+
+def refuse_parts_of_ranks(directory: Place) -> None:
+    """Raise an error if a directory has files that are one rank's part of a model each, by their names."""
+    with keeping_siblings():
+        for file in (directory.absolute() / name for name in sorted(directory.names())):
+            if file.suffix in SAVE_EXTENSIONS | EXTENSIONS and not TRAINER_FILES.fullmatch(file.name):
+                _refuse_by_name(file)
+
+
+def _refuse_by_name(file: Place) -> None:
+    for family in _families(file) if _RANK.search(file.name) else []:
+        if family.is_of_ranks:
+            raise _error(file, family.others, family.pattern)
 
 
 def one_of_ranks(path: Place, shapes: Callable[[Place], Mapping[str, Shape]]) -> str:
@@ -129,33 +142,18 @@ def _with_target(path: Place) -> list[Place]:
     return [path, *([path.real()] if path.is_symlink() else [])]
 
 
-def refuse_parts_of_ranks(directory: Place) -> None:
-    """Raise an error if a directory has files that are one rank's part of a model each, by their names."""
-    files = [directory.absolute() / name for name in sorted(directory.names()) if _RANK.search(name)]
-    with keeping_siblings():
-        for file in files:
-            for family in _families(file) if file.suffix in SAVE_EXTENSIONS | EXTENSIONS else []:
-                if family.is_of_ranks and not TRAINER_FILES.fullmatch(file.name):
-                    raise _error(file, family.others, f"{family.before}{{rank}}{family.after}")
-
-
 def _families(path: Place) -> list[_Family]:
-    """Return the names next to a path that differ in one number, for each number of its name."""
+    """Return the names next to a path that differ in one number, for each number of its name that has others."""
     families = []
     siblings = siblings_of(path.parent)
     for match in _NUMBER.finditer(path.name):
         before, after = path.name[: match.start()], path.name[match.end() :]
-        families.append(_Family(before, match[0], after, siblings.alike(_NUMBER, before, after)))
+        family = _Family(
+            before + match[0], f"{before}{{rank}}{after}", int(match[0]), siblings.alike(_NUMBER, before, after)
+        )
+        if family.others_count:
+            families.append(family)
     return families
-
-
-def _refuse_by_directory(path: Place) -> None:
-    """Refuse a file whose directory is that of one rank, if those of others have a file of the same name."""
-    directory = path.parent
-    for family in _families(directory) if _RANK.search(directory.name) else []:
-        beside = [f"{other}/{path.name}" for other in islice(family.others, _MOST_ASKED)]
-        if family.is_of_ranks and (others := [each for each in beside if (directory.parent / each).is_file()]):
-            raise _error(path, others, "")
 
 
 def _alike(path: Place, family: _Family, shapes: Callable[[Place], Mapping[str, Shape]]) -> str | None:

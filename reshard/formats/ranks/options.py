@@ -60,7 +60,10 @@ class RankFiles(Options):
         """See `Options`."""
         return replace(self, suffix=f"_part{stage}")
 
+    def path_of_rank(self, extension: str) -> str:
+        """See `Options`."""
+        return self.name or f"rank_{{rank}}/{self.prefix}{{rank}}{self.suffix}{extension}"
+
     def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         """Put all tensors of a rank into one file."""
-        path = self.name or f"rank_{{rank}}/{self.prefix}{{rank}}{self.suffix}{extension}"
-        return ShardFiles((path,), {tensor.name: 0 for tensor in tensors})
+        return ShardFiles((self.path_of_rank(extension),), {tensor.name: 0 for tensor in tensors})

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from shlex import quote
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from reshard.core.layout.layout import Layout
-from reshard.core.listing import RANK_PATTERN
+from reshard.core.rank_files import rank_of
 from reshard.core.records.made import made_of
-from reshard.core.storage.places import AnyName, Place, as_place
+from reshard.core.storage.places import as_place
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
 from reshard.formats.parts import is_later_part
-from reshard.formats.ranks.directories import rank_of
-from reshard.kits.headers import indexed, key_of
 from reshard.strategy.names import ALL_STAGES, check_layouts, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy
 
@@ -24,32 +20,10 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import SourceFile, Tensor
     from reshard.core.records.made import Made
-    from reshard.core.storage.cipher import Cipher
-    from reshard.formats.ranks.directories import Step
+    from reshard.core.storage.places import AnyName, Place
 
 COPY = "copy"
 """The rule of a tensor whose value differs by rank, such as the state of a random number generator."""
-
-
-class IndexedFiles(NamedTuple):
-    """The indexed files of a checkpoint, with ranks, warnings, step and key.
-
-    `step` is the one that was chosen if there are several.
-    """
-
-    files: tuple[SourceFile, ...]
-    ranks: tuple[int, ...]
-    warnings: list[str]
-    step: Step | None = None
-    cipher: Cipher | None = None
-
-
-def index_ranks(
-    of_ranks: Mapping[int, Sequence[Place]], cipher: Cipher | None, warnings: list[str], step: Step | None = None
-) -> IndexedFiles:
-    """Index the files of each rank, with the key if they are encrypted."""
-    cipher = key_of([path.absolute() for paths in of_ranks.values() for path in paths], cipher)
-    return IndexedFiles(*indexed(of_ranks, cipher), warnings, step, cipher)
 
 
 def lone_rank(
@@ -58,6 +32,7 @@ def lone_rank(
     files: Sequence[SourceFile],
     ranks: Sequence[int],
     warnings: list[str],
+    changed: Made | None = None,
 ) -> str:
     """Return why a single-rank source looks like one shard of several, or "".
 
@@ -66,7 +41,8 @@ def lone_rank(
         strategy: says which block the rank holds; None for whole tensors.
         files: the files.
         ranks: the rank that each of them is read as.
-        warnings: gets the reason, or a warning about a rank number in the path.
+        warnings: gets one about a rank number in the path of tensors that are taken for whole ones.
+        changed: the provenance of the files, of which some were changed or lost.
 
     Raises:
         SourceError: the path implies another rank than the strategy would read them as.
@@ -95,6 +71,8 @@ def lone_rank(
         reason = f"{files[0].path}: is one of several parts of a checkpoint by its name, and the others are not there"
     elif shared := next((file.path for file in files if file.index.deduplicated), None):
         reason = f"{shared}: is de-duplicated, as its header says (remove_redundancy)"
+    elif changed and changed.strategy and len(changed.strategy.ranks) > 1:
+        reason = f"{path}: is one of {len(changed.strategy.ranks)} ranks, as its ledger says"
     else:
         if own_rank:
             warnings.append(
@@ -103,22 +81,7 @@ def lone_rank(
         return ""
     whole = Option("layout", "*", "whole")
     expected = "; expected whole tensors, found what this rank holds; "
-    doubt = Text(reason, expected, way, ", or give ", whole, " if it lacks nothing")
-    warnings.append(doubt)
-    return doubt
-
-
-def check_files(path: Mapping[int, AnyName], rank_pattern: str, suffix: str | None) -> None:
-    """Check the files of ranks that are given by number.
-
-    Raises:
-        UsageError: there is none, a rank is negative, or an option for finding files is given, too.
-    """
-    if not path or min(path) < 0:
-        raise UsageError(f"path is {path!r:.60}; expected files by rank, such as {{0: PATH}}", code="bad-argument")
-    if suffix is not None or rank_pattern != RANK_PATTERN:
-        option = Option("rank_pattern" if suffix is None else "suffix")
-        raise UsageError(Text(option, " finds files, and the files are given"), code="no-effect", hint="leave it out")
+    return Text(reason, expected, way, ", or give ", whole, " if it lacks nothing")
 
 
 def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
@@ -128,29 +91,6 @@ def _is_in_ledger(above: Place, files: Sequence[SourceFile]) -> bool:
         if ledger is not None and ledger.strategy:
             return {file.path for file in files} <= {f"{ledger.root}/{file}" for file in ledger.records}
     return False
-
-
-def changed_text(root: AnyName, change: str) -> str:
-    """Return the message for a target whose files differ from its ledger."""
-    return (
-        f"{root} was written by reshard, but {change}; so the layout in its ledger is not used (`reshard verify "
-        f"{quote(str(root))}` compares it with its source)"
-    )
-
-
-def left_of_several(root: str, ranks: Collection[int], ledger: Made | None, change: str) -> str:
-    """Return why the only rank present is not the whole checkpoint, or "".
-
-    Args:
-        root: the directory of the ranks.
-        ranks: the rank of each file.
-        ledger: the provenance in its ledger.
-        change: why the layout in the ledger is not used; empty if it is used or not needed.
-    """
-    if not change or len({*ranks}) != 1 or ledger is None or len(ledger.strategy.ranks if ledger.strategy else ()) < 2:
-        return ""
-    options = Text("give ", Option("strategy"), ", or ", Option("layout", "*", "whole"), " if no tensor is cut")
-    return Text(changed_text(root, change), "; ", options)
 
 
 def one_stage(
@@ -213,30 +153,20 @@ def _has_other_stages(strategy: Strategy, files: Sequence[SourceFile], ranks: Se
     return not any(own_names <= set(files[number].index.entries) for number in outside)
 
 
-class Ruled(NamedTuple):
-    """A strategy with the user's layout rules applied.
-
-    Attributes:
-        strategy: the result.
-        rules: the rule of each tensor that has one.
-        confirmed: tensors named in full by a rule that cuts them as the strategy already did.
-    """
-
-    strategy: Strategy | None
-    rules: Mapping[str, str] = MappingProxyType({})
-    confirmed: Collection[str] = ()
-
-
 def with_rules(
     strategy: Strategy | None, rules: Mapping[str, str], files: Sequence[SourceFile], ranks: Sequence[int]
-) -> Ruled:
+) -> tuple[Strategy | None, Mapping[str, str], Collection[str]]:
     """Apply the user's layout rules to a strategy.
+
+    Returns:
+        the result; the rule of each tensor that has one; and the tensors named in full by a rule that cuts them as the
+        strategy already did.
 
     Raises:
         StrategyError: a rule matches no tensor, later ones take all that it matches, or it does not fit one.
     """
     if not rules:
-        return Ruled(strategy)
+        return strategy, {}, ()
     shapes = {name: entry.shape for file in files for name, entry in file.index.entries.items()}
     devices = strategy.devices if strategy else max(ranks) + 1
     if devices == 1 and (cut := next((item for item in rules.items() if item[1].startswith("split:")), None)):
@@ -257,7 +187,7 @@ def with_rules(
             before = strategy.tensors.get(name, ()) if strategy else ()
             if layout and name == pattern and any(placed.layout.splits == layout.splits for placed in before):
                 confirmed.add(name)
-    return Ruled(result, ruled, confirmed)
+    return result, ruled, confirmed
 
 
 def _with_rule(strategy: Strategy, pattern: str, rule: str, name: str, ndim: int) -> tuple[Strategy, Layout | None]:
@@ -273,15 +203,7 @@ def _with_rule(strategy: Strategy, pattern: str, rule: str, name: str, ndim: int
 def refuse_other_strategy(
     root: str, strategy: Strategy, ledger_strategy: Strategy, tensors: Mapping[str, Tensor], ruled: Mapping[str, str]
 ) -> None:
-    """Refuse a strategy or rules that contradict the strategy in the ledger.
-
-    Args:
-        root: the path that was opened.
-        strategy: the strategy with the rules applied.
-        ledger_strategy: the strategy in the ledger.
-        tensors: the tensors by name.
-        ruled: the rules that the user gave, by tensor name.
-    """
+    """Refuse a strategy, with the rules that the user gave, that contradicts the strategy in the ledger."""
     wrong = []
     for name, tensor in tensors.items():
         if name in ledger_strategy.tensors and (tensor.listed or name in ruled):

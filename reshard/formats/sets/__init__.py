@@ -6,21 +6,20 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reshard.core.format import Format, Found
-from reshard.core.listing import FileNames
-from reshard.core.model.findings import Findings, doubted, of_error
+from reshard.core.format import Found
+from reshard.core.listing import FileNames, Listing, OpenOptions
+from reshard.core.model.findings import doubted, of_error
 from reshard.errors import Option, SourceError, Text
-from reshard.formats.ranks import TAKEN
-from reshard.kits.indexes import set_indexes, set_word
+from reshard.formats.ranks import AnyFiles
+from reshard.kits.indexes import read_index, set_indexes, set_word
 from reshard.kits.torch.names import with_trainer_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from reshard.core.listing import Contents, Listing, OpenOptions
-    from reshard.core.model.checkpoint import Checkpoint
-    from reshard.core.model.findings import Candidate, Directory
+    from reshard.core.model.findings import Candidate, Directory, Findings
     from reshard.core.options import Options
+    from reshard.core.storage.places import Place
     from reshard.core.target import Target
 
 _ADVICE = "get the other files and their index, param_name_map.json or model.safetensors.index.json"
@@ -38,12 +37,10 @@ PARTS = FileNames(
 """Recognised by short names, which a rank's only file may have too."""
 
 
-class Set(Format):
+class Set(AnyFiles):
     """A set with an index."""
 
     extends = ("ranks",)
-    takes = TAKEN
-    describes = False
     encoding = "safetensors"
 
     def target(self, options: Options) -> type[Target]:  # noqa: ARG002 -- all are of one kind
@@ -57,16 +54,25 @@ class Set(Format):
         indexes = set_indexes(here.names)
         return Found(self, here, indexes) if indexes and set_word(indexes[0]) == self.name else None
 
-    def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:
-        """See `Format`."""
-        from reshard.formats.ranks.opening import open_ranks
+    def files_by_rank(self, found: Found, options: OpenOptions) -> Mapping[int, Sequence[Place]]:
+        """See `Format`. All are of one rank."""
+        from reshard.formats.ranks.opening import chosen_indexes
 
-        return open_ranks(found.place, options, names=found.here.names, contents=contents)
+        files, _ = read_index(found.place, chosen_indexes(found.files, options.suffix)) or ([], {})
+        return {0: files}
 
     def listed(self, tree: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
         """See `Format`."""
         if (indexes := set_indexes(tree.files)) and set_word(indexes[0]) == self.name:
-            yield self.candidate(tree, partial(with_trainer_files, tree, partial(_findings, tree))), ()
+            yield self.candidate(tree, partial(with_trainer_files, tree, partial(self._findings, tree))), ()
+
+    def _findings(self, tree: Directory) -> Findings:
+        """Return whether the headers have all that the index names."""
+        found = Found(self, Listing(tree.place, tree.names))
+        try:
+            return doubted(self.headers(found, OpenOptions()).warnings, tree.place)
+        except SourceError as error:
+            return of_error(error, tree.place)
 
 
 class HuggingFace(Set):
@@ -107,16 +113,6 @@ class MindSpore(Set):
         from reshard.formats.sets.options import MindSporeSet
 
         return MindSporeSet
-
-
-def _findings(tree: Directory) -> Findings:
-    from reshard.core.listing import OpenOptions
-    from reshard.formats.ranks.opening import read_files
-
-    try:
-        return doubted(read_files(tree.place, OpenOptions(), names=tree.names).warnings, tree.place)
-    except SourceError as error:
-        return of_error(error, tree.place)
 
 
 FORMATS = (HuggingFace(), MindSpore())

@@ -13,9 +13,9 @@ from reshard.view.words import cut_words, sharding_words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reshard.core.catalog import StoredCheckpoint
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.plan import Plan
-    from reshard.formats.catalog import StoredCheckpoint
 
 
 def checkpoint_frame(checkpoint: Checkpoint) -> Any:

@@ -17,8 +17,8 @@ from reshard.view.text import fields_data, fitting_lines
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from reshard.core.catalog import StoredCheckpoint
     from reshard.core.storage.places import AnyName
-    from reshard.formats.catalog import StoredCheckpoint
     from reshard.view.sections import Section
 
     Checkpoints = Sequence[StoredCheckpoint]
@@ -99,7 +99,7 @@ def runs(path: AnyName, *, storage_options: Mapping[str, Any] | None = None) -> 
     >>> runs.newest.path
     'run/iter_0000200'
     """
-    from reshard.formats.catalog import stored_checkpoints  # not on every start
+    from reshard.core.catalog import stored_checkpoints  # not on every start
 
     use_options(storage_options, path)
     return Runs(str(path), stored_checkpoints(path))

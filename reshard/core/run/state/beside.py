@@ -20,7 +20,9 @@ from reshard.core.format import marked
 from reshard.core.listing import RANK_PATTERN, Listing
 from reshard.core.model.digests import digest
 from reshard.core.model.entries import SomeFiles
+from reshard.core.options import Options
 from reshard.core.plan.inputs import ledger_provenance
+from reshard.core.rank_files import Step, every_file, families_of, is_checkpoint_name, stage_mark
 from reshard.core.records.logs import known
 from reshard.core.records.made import provenance_file
 from reshard.core.records.schema import is_inner_path
@@ -35,8 +37,6 @@ from reshard.core.storage.small import is_within
 from reshard.core.storage.urls.clients import in_s3
 from reshard.errors import Option, SourceError, TargetError, Text, names
 from reshard.formats.parts import all_parts, is_of_a_set
-from reshard.formats.ranks.directories import Step, every_file, families_of, is_checkpoint_name
-from reshard.formats.ranks.options import RankFiles
 from reshard.kits.indexes import SET_INDEX, set_indexes
 from reshard.strategy.strategy import Strategy
 
@@ -206,16 +206,20 @@ def _checkpoint_files(target: Place) -> list[str]:
     return sorted({*by_name, *filter(None, by_directory)})
 
 
+def _path_of_rank(plan: Plan) -> str:
+    """Return the path of each rank's file in a target, with `{rank}` for its number; "" if it is not known."""
+    way = plan.request.files if plan.request else None
+    path = way.path_of_rank(PurePath(plan.files[0].path).suffix) if isinstance(way, Options) else ""
+    return path if "{rank}" in path else ""
+
+
 def _own(plan: Plan) -> re.Pattern[str]:
     """Return a pattern of the files of a target, including other ranks and stages."""
     patterns = [re.escape(file.path) for file in plan.files]
-    way = plan.request.files if plan.request else None
-    if isinstance(way, RankFiles) and way.name is None:
-        extension = PurePath(plan.files[0].path).suffix
-        stage = r"_part\d+" if way.suffix else ""
-        patterns.append(rf"rank_(\d+)/{re.escape(way.prefix)}\1{stage}{re.escape(extension)}")
-    elif isinstance(way, RankFiles) and way.name is not None:
-        patterns.append(re.escape(way.name).replace(re.escape("{rank}"), r"\d+"))
+    if path := _path_of_rank(plan):
+        mark = stage_mark(path)
+        of_every_rank = re.escape(path).replace(re.escape("{rank}"), r"\d+")
+        patterns.append(r"_part\d+".join(of_every_rank.rsplit(mark, 1)) if mark else of_every_rank)
     return re.compile("|".join(patterns))
 
 
@@ -226,16 +230,10 @@ def _other_ranks(plan: Plan, target: Place) -> list[str]:
     pipeline, the ranks of other stages are unknown, and there are no such files.
     """
     strategy = plan.request and plan.request.target
-    if plan.request is None:
-        pattern, ranks = RANK_PATTERN, {*plan.ranks}
-    elif (
-        isinstance(way := plan.request.files, RankFiles)
-        and not way.name
-        and not (isinstance(strategy, Strategy) and strategy.others)
-    ):
-        ranks = {*(strategy.ranks if strategy else plan.ranks)}
-        pattern = RANK_PATTERN.replace("*", f"{way.prefix}{{rank}}{way.suffix}{PurePath(plan.files[0].path).suffix}")
-    else:
+    pattern, ranks = RANK_PATTERN, {*plan.ranks}
+    if plan.request is not None:
+        pattern, ranks = _path_of_rank(plan), {*(strategy.ranks if strategy else plan.ranks)}
+    if not pattern or (isinstance(strategy, Strategy) and strategy.others):
         return []
     of_plan = _families(plan)
     read = {file.path for file in plan.source.files}
@@ -259,8 +257,8 @@ class _Retention:
         way, strategy = (plan.request.files, plan.request.target) if plan.request else (None, None)
         self._parts = {*way.every.paths, *(way.every.index or ())[:1]} if isinstance(way, SomeFiles) else set()
         self._families = None if plan.request else _families(plan)
-        self._own, self._suffix = _own(plan), way.suffix if isinstance(way, RankFiles) else ""
-        self._is_ranked = isinstance(way, RankFiles) and not way.is_one_file
+        path = _path_of_rank(plan)
+        self._own, self._is_ranked, self._mark = _own(plan), bool(path), stage_mark(path)
         self._ranks = strategy.ranks if strategy else plan.ranks
         self._others = isinstance(strategy, Strategy) and strategy.others
 
@@ -276,7 +274,7 @@ class _Retention:
             return record.rank is None or self._families.isdisjoint(families_of(as_place(file), record.rank))
         if not (self._is_ranked and self._own.fullmatch(file)):
             return False
-        is_stage = self._suffix and not path.stem.endswith(self._suffix)  # another stage of the source
+        is_stage = self._mark and not path.stem.endswith(self._mark)  # another stage of the source
         return bool(is_stage) or (record.made == self._provenance if record.rank in self._ranks else self._others)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reshard.core.model.assemble import assemble
 from reshard.core.model.checkpoint import Checkpoint, unreadable_in
 from reshard.core.model.facts import Opening
+from reshard.core.open import is_described
+from reshard.core.open import open as open_checkpoint
+from reshard.core.rank_files import Step
 from reshard.core.storage.places import as_place
 from reshard.errors import SourceError, names
-from reshard.formats.open import is_described
-from reshard.formats.open import open as open_checkpoint
-from reshard.formats.ranks.directories import Step
-from reshard.formats.ranks.reader import index_ranks
+from reshard.kits.headers import index_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -99,47 +100,36 @@ def _input(record: InputRecord, open_source: Callable[[SourceRecord], Checkpoint
     return checkpoint.without(set(record.left_out))
 
 
+_COMPUTATIONS = {
+    "astype": "cast", "average": "average", "dequantize": "quantized.dequantize", "scale": "scale",
+}  # fmt: skip
+"""The modules of `expressions` with the function of each computation, which are seldom needed."""
+
+
 def _computed(kind: str, inputs: tuple[Checkpoint, ...], options: Mapping[str, Any]) -> Checkpoint:
-    """Compute a checkpoint again; modules of computations are seldom needed.
+    """Compute a checkpoint again.
 
     Raises:
         SourceError: the kind is not known, or its arrays are in no file.
     """
-    match kind:
-        case "assign":
-            raise SourceError(
-                "its arrays are in no file", code="array-not-here", facts=[names(options["names"], most=3)]
-            )
-        case "astype":
-            from reshard.expressions.cast import astype
-
-            (source,) = inputs
-            return astype(source, **options)
-        case "average":
-            from reshard.expressions.average import average
-
-            return average(inputs, **options, compare=False)
-        case "dequantize":
-            from reshard.expressions.quantized.dequantize import dequantize
-
-            (source,) = inputs
-            return dequantize(source, **options)
-        case "scale":
-            from reshard.expressions.scale import scale
-
-            (source,) = inputs
-            return scale(source, **options)
-    raise SourceError(f"{kind!r:.60} is not a known computation", code="bad-ledger")
+    if kind == "assign":
+        raise SourceError("its arrays are in no file", code="array-not-here", facts=[names(options["names"], most=3)])
+    if kind not in _COMPUTATIONS:
+        raise SourceError(f"{kind!r:.60} is not a known computation", code="bad-ledger")
+    module = import_module(f"reshard.expressions.{_COMPUTATIONS[kind]}")
+    compute: Callable[..., Checkpoint] = getattr(module, kind)
+    if kind == "average":
+        return compute(inputs, **options, compare=False)
+    (source,) = inputs
+    return compute(source, **options)
 
 
 def reopen_target(made: Made, cipher: Cipher | None) -> Checkpoint:
     """Open a target with the options in its ledger; raise `SourceError` on failure."""
-    strategy, stage = made.strategy, made.provenance.target.stage
     ranks = {rank: [as_place(path) for path in paths] for rank, paths in made.ranks.items()}
-    if is_described(made.target) or (strategy is None and len(ranks) == 1):
+    if is_described(made.target) or (made.strategy is None and len(ranks) == 1):
         return open_checkpoint(made.target, contents=False, cipher=cipher)
-    if strategy is not None and stage is not None:
-        strategy = strategy.of_stage(stage)
+    strategy, stage = made.own_strategy, made.provenance.target.stage
     partial = strategy is not None and len(ranks) < len(strategy.ranks)
     return _assembled(made.root, ranks, strategy, stage, partial=partial, cipher=cipher)
 

@@ -1,4 +1,4 @@
-"""Open a source: the first format that recognises it opens it."""
+"""Open a source: the first format that recognises it opens it. Read the ledger of one that is a target."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from reshard.core.format import find, formats, options_refused
+from reshard.core.format import Found, find, formats, marked
 from reshard.core.listing import RANK_PATTERN, Listing, OpenOptions
-from reshard.core.records.logs import DIRECTORY, unfinished
-from reshard.core.runs import iteration_of
+from reshard.core.records.logs import DIRECTORY, UNREADABLE_LEDGER, leftovers, unfinished
+from reshard.core.records.made import made_of
+from reshard.core.runs import iteration_at, iteration_of
 from reshard.core.storage.base import reading
 from reshard.core.storage.places import AnyName, as_place
 from reshard.errors import SourceError, UnansweredError
 from reshard.expressions.quantized.methods import noting_method
-from reshard.formats.made import made_at, with_strategy
-from reshard.formats.ranks.directories import leftovers
-from reshard.formats.ranks.opening import has_several, open_ranks, read_files, refuse_unused
-from reshard.formats.ranks.reader import IndexedFiles
 from reshard.kits.indexes import HYPER_FILES, set_indexes
 
 P = ParamSpec("P")
@@ -28,10 +25,11 @@ S = TypeVar("S")
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reshard.core.format import Found
     from reshard.core.listing import Contents
-    from reshard.core.model.checkpoint import Checkpoint, SourceFile
+    from reshard.core.model.checkpoint import Checkpoint, IndexedFiles, SourceFile
+    from reshard.core.records.made import Made
     from reshard.core.storage.cipher import Cipher
+    from reshard.core.storage.places import Place
 
 
 def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
@@ -48,7 +46,7 @@ def _resumable(opens: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S,
                 raise
             root = as_place(str(path))
             progress = None
-            with suppress(SourceError):  # the first error says more
+            with suppress(SourceError, OSError):
                 progress = unfinished(str(root.absolute())) if DIRECTORY in root.names() else None
             if progress is None:
                 raise
@@ -72,27 +70,23 @@ def open(  # noqa: A001 -- reshard.open, as zarr.open and xarray.open_dataset
         options: as in `OpenOptions`.
     """
     asked = OpenOptions(**{name: value for name, value in options.items() if name != "layouts" or value is not None})
-    if isinstance(path, Mapping):
-        return open_ranks(path, asked, contents=contents)
-    here = Listing(as_place(path))
-    found = find(here, asked.step)
-    _check_iteration(found, asked)
-    return found.open(asked, contents=contents)
-
-
-def _check_iteration(found: Found, options: OpenOptions) -> None:
-    """Refuse another step than that of a checkpoint.
-
-    Raises:
-        SourceError: it is not the step that is asked for.
-    """
+    found = _found(path, asked.step)
     is_one = found.format.describes and "step" not in found.format.takes
-    if is_one and options.step not in {None, iteration_of(found.place, numbered=True)}:
+    if is_one and asked.step not in {None, iteration_of(found.place, numbered=True)}:
         raise SourceError(
-            f"{found.place} is one checkpoint, not a run with step {options.step}",
+            f"{found.place} is one checkpoint, not a run with step {asked.step}",
             code="no-such-iteration",
             hint="open the directory of the run",
         )
+    return found.open(asked, contents=contents)
+
+
+def _found(path: AnyName | Mapping[int, AnyName], step: int | None = None) -> Found:
+    """Return a checkpoint by its names; files by rank are of the last format, which takes any files."""
+    if not isinstance(path, Mapping):
+        return find(Listing(as_place(path)), step)
+    above = as_place(next(iter(path.values()), "")).parent
+    return Found(formats()[-1], Listing(above, ()), by_rank=path)
 
 
 def is_described(path: AnyName, names: Sequence[str] | None = None) -> bool:
@@ -121,14 +115,14 @@ def files_of_sources(checkpoint: Checkpoint) -> list[AnyName]:
 @_resumable
 @reading(SourceError)
 def has_several_ranks(path: AnyName, rank_pattern: str = RANK_PATTERN, suffix: str | None = None) -> bool:
-    """Return whether a checkpoint has several ranks, by file names; no header is read.
+    """Return whether a checkpoint needs a strategy, as it has several ranks; no header is read.
 
     Raises:
         SourceError: no files, no step that every rank has.
     """
-    here = Listing(as_place(path))
+    found = _found(path)
     options = OpenOptions(rank_pattern=rank_pattern, suffix=suffix)
-    return not find(here).format.describes and has_several(here.place, options, here.names)
+    return not found.format.describes and len(found.format.files_by_rank(found, options)) > 1
 
 
 @_resumable
@@ -143,18 +137,49 @@ def read_headers(path: AnyName | Mapping[int, AnyName], /, **of_files: Any) -> I
     Raises:
         SourceError: no files, no step that every rank has, a file that is not valid.
     """
-    options = OpenOptions(**of_files)
-    if isinstance(path, Mapping):
-        return read_files(path, options)
-    here = Listing(as_place(path))
-    found = find(here)
-    if not found.format.describes:
-        refuse_unused(here.place, here.names, options)
-        return read_files(here.place, options, here.names)
-    if options.given:
-        raise options_refused(path)
-    opened = found.open(contents=False)
-    return IndexedFiles(opened.files, opened.ranks, list(opened.warnings), opened.opening.step)
+    found = _found(path)
+    return found.format.headers(found, OpenOptions(**of_files))
+
+
+# --- ledgers ----------------------------------------------------------------------------------------------------------
+
+
+def made_at(path: AnyName, listing: Sequence[str] | None = None, *, mixed: bool = False) -> Made | None:
+    """Return the provenance in a target's ledger, or None if the target has files that it does not list.
+
+    Args:
+        path: the target.
+        listing: the names of its entries, if known.
+        mixed: accept a directory that has other files, too; `Made.change` then names them.
+
+    Raises:
+        SourceError: its ledger exists, and cannot be read or is damaged.
+    """
+    root = as_place(path)
+    try:
+        listing = root.names() if listing is None else listing
+        directory = iteration_at(root, listing)
+        ledger = made_of(directory, listing if directory == root else None)
+        if ledger is None or not listing or marked(listing):
+            return ledger
+        found = find(Listing(directory, listing if directory == root else None))
+        files_by_rank = found.format.files_by_rank(found, OpenOptions())
+    except SourceError as error:
+        if error.code == UNREADABLE_LEDGER:
+            raise
+        return None  # several checkpoints in one directory, or missing ranks, which reading the files reports
+    recorded = {f"{ledger.root}/{file}" for file in ledger.records}
+    is_recorded = [str(file.absolute()) in recorded for files in files_by_rank.values() for file in files]
+    return ledger if (any if mixed else all)(is_recorded) else None
+
+
+def with_strategy(root: Place, listing: Sequence[str]) -> Made | None:
+    """Return the provenance of a target with a strategy, or None.
+
+    Files may have changed, and other files may have been added.
+    """
+    ledger = made_at(root, listing, mixed=True) if listing else None
+    return ledger if ledger is not None and ledger.strategy else None
 
 
 class LedgerLayout(NamedTuple):
@@ -164,14 +189,14 @@ class LedgerLayout(NamedTuple):
     change: str = ""
 
 
-def ledger_layout(path: AnyName, cipher: Cipher | None = None, *, described: bool | None = None) -> LedgerLayout:
-    """Return whether the ledger of a target gives its layout; `described` is as for `made_at`.
+def ledger_layout(path: AnyName, cipher: Cipher | None = None) -> LedgerLayout:
+    """Return whether the ledger of a target gives its layout.
 
     Raises:
         SourceError: files changed, and a header cannot be read.
     """
-    ledger = with_strategy(as_place(path), as_place(path).names(), described=described)
-    if ledger is None or (ledger.is_as_noted() and made_at(path, described=described) is not None):
+    ledger = with_strategy(as_place(path), as_place(path).names())
+    if ledger is None or (ledger.is_as_noted() and made_at(path) is not None):
         return LedgerLayout(ledger is not None)
     change = ledger.change(read_headers(path, cipher=cipher).files)
     return LedgerLayout(not change, change)
