@@ -26,10 +26,10 @@ from reshard.core.storage.places import as_place
 from reshard.errors import SourceError
 from reshard.formats.catalog.walk import listed
 from reshard.formats.open import open as open_checkpoint
-from reshard.formats.parts import refuse_directory
 from reshard.formats.ranks.completeness import forget_strategies, strategies_at
 from reshard.formats.ranks.directories import is_checkpoint_name
 from reshard.formats.ranks.names import EXTENSIONS
+from reshard.formats.ranks.one_of_several import refuse_directory
 from reshard.kits.files import is_save
 from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES, faulty_trainer_file
 

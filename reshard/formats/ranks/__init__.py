@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reshard.core.format import Format, Found
 from reshard.core.listing import RANK_DIRECTORY
-from reshard.formats.ranks.names import EXTENSIONS
+from reshard.formats.ranks.names import EXTENSIONS, FOREIGN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -25,6 +25,7 @@ class Ranks(Format):
 
     name = "ranks"
     title = "ranks"
+    parts = FOREIGN
     takes = TAKEN
     describes = False
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from reshard.core.format import parts_of_several
 from reshard.core.listing import RANK_DIRECTORY, RANK_PATTERN, Listing
 from reshard.core.storage.base import PARTIAL, reading, similar
 from reshard.errors import Option, SourceError, Text, names
-from reshard.formats.parts import all_parts, refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.names import EXTENSIONS
+from reshard.formats.ranks.one_of_several import refuse_directory, refuse_one_of_several
 from reshard.kits.files import is_save
 from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES
 from reshard.strategy.names import ranks_text
@@ -255,7 +256,7 @@ def _is_checkpoint(directory: Place) -> bool:
     """Return whether a directory has rank directories or files of a checkpoint of any format."""
     here = Listing(directory)
     entries = here.names
-    has_format = any(each.shown_by(here) for each in all_parts() if "foreign" not in each.when)
+    has_format = any(each.shown_by(here) for each in parts_of_several() if "foreign" not in each.when)
     saves = (name for name in entries if Path(name).suffix in SAVE_EXTENSIONS and not TRAINER_FILES.fullmatch(name))
     return has_format or "rank_0" in entries or any(saves) or any(is_checkpoint_name(directory / n) for n in entries)
 

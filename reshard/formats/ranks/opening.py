@@ -18,9 +18,9 @@ from reshard.core.storage.base import COPY_AGAIN, reading
 from reshard.core.storage.places import AnyName, Place, as_place
 from reshard.errors import Option, SourceError, Text, UsageError, joined
 from reshard.formats.made import with_strategy
-from reshard.formats.parts import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.directories import Step, leftovers, rank_files
 from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks, refuse_parts_of_ranks
+from reshard.formats.ranks.one_of_several import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.reader import (
     IndexedFiles,
     changed_text,

@@ -13,8 +13,8 @@ from reshard.core.listing import RANK_PATTERN
 from reshard.core.records.made import made_of
 from reshard.core.storage.places import AnyName, Place, as_place
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
-from reshard.formats.parts import is_later_part
 from reshard.formats.ranks.directories import rank_of
+from reshard.formats.ranks.one_of_several import is_later_part
 from reshard.kits.headers import indexed, key_of
 from reshard.strategy.names import ALL_STAGES, check_layouts, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy

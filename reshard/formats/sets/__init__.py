@@ -11,7 +11,7 @@ from reshard.core.listing import FileNames
 from reshard.core.model.findings import Findings, doubted, of_error
 from reshard.errors import Option, SourceError, Text
 from reshard.formats.ranks import TAKEN
-from reshard.kits.indexes import set_indexes, set_word
+from reshard.kits.indexes import HYPER_FILES, SET_INDEX, set_indexes, set_word
 from reshard.kits.torch.names import with_trainer_files
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ PARTS = FileNames(
 )
 """Recognised by short names, which a rank's only file may have too."""
 
+_OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|model\.safetensors")
+
 
 class Set(Format):
     """A set with an index."""
@@ -56,6 +58,10 @@ class Set(Format):
         """See `Format`."""
         indexes = set_indexes(here.names)
         return Found(self, here, indexes) if indexes and set_word(indexes[0]) == self.name else None
+
+    def owns(self, name: str) -> bool:
+        """See `Format`. A set of one file, and its index, count."""
+        return super().owns(name) or name in HYPER_FILES or bool(SET_INDEX.fullmatch(name) or _OF_A_SET.fullmatch(name))
 
     def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:
         """See `Format`."""

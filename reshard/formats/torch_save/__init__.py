@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from reshard.core.format import Format, Found, options_refused
 from reshard.core.listing import RANK_DIRECTORY, Listing
 from reshard.errors import SourceError
-from reshard.formats.parts import refuse_one_of_several
 from reshard.formats.ranks.names import EXTENSIONS
+from reshard.formats.ranks.one_of_several import refuse_one_of_several
 from reshard.formats.torch_save.names import CONSOLIDATED, PARTS, SAVED_SET, SAVES
 from reshard.kits.files import is_known, is_save
 from reshard.kits.parts.rules import rules_over_parts
