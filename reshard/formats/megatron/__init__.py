@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reshard.core.format import Format, Found
 from reshard.formats.megatron.names import RANKS, RELEASE, TRACKER
-from reshard.kits.parts.rules import rules_over_parts
+from reshard.kits.parts.cuts import rules_over_parts
 from reshard.kits.torch.names import is_beside_readable, with_trainer_files
 
 if TYPE_CHECKING:

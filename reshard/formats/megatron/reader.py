@@ -112,9 +112,9 @@ def open_megatron(
     )
     cuts = Cuts(lambda name: model.rule(name, first.version), rules, model.names)
     parts = first.arguments.tensor_model_parallel_size or 1
-    joined = join(model.parts, parts, cuts).and_further(
-        join(model.experts, expert_parts(first.arguments) or parts, cuts)
-    )
+    dense = join(model.parts, parts, cuts.of)
+    experts = join(model.experts, expert_parts(first.arguments) or parts, cuts.of)
+    joined = JoinedParts(*(first | second for first, second in zip(dense, experts, strict=True)))
     _check(directory, joined, cuts, model, first)
     joined.unreadable.update(model.unreadable)
     if any(file.has_states for file in files.values()):

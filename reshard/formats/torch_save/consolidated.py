@@ -63,7 +63,7 @@ def open_consolidated(
     sizes = _sizes(directory / _PARAMS) if _PARAMS in listing else {}
     parts, unreadable = _parts(files)
     cuts = Cuts(lambda name: _rule(name, parts, len(files), sizes), rules, [*parts, *unreadable])
-    joined = join({name: [of_name] for name, of_name in parts.items()}, len(files), cuts)
+    joined = join({name: [of_name] for name, of_name in parts.items()}, len(files), cuts.of)
     prefix = next((name.removesuffix(_EMBEDDING) for name in parts if f".{name}".endswith(f".{_EMBEDDING}")), "")
     _check_layers(directory, [*parts, *unreadable], prefix, sizes)
     by_table = {name: tensor for name, tensor in joined.tensors.items() if not cuts.is_ruled(name)}

@@ -22,12 +22,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard.core.layout.block import Block, is_possible, shape_text
 from reshard.core.layout.layout import Layout
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text
+from reshard.strategy.files import read_strategy
 from reshard.strategy.names import check_layouts, matching
+from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.listing import OpenOptions
 
 COLUMNS, ROWS, WHOLE = "split:0", "split:1", "whole"
 
@@ -130,22 +133,15 @@ class Cuts:
         """Return whether the user says how a tensor is cut."""
         return name in self._ruled
 
-    def is_known(self, name: str) -> bool:
-        """Return whether the user or the table says how a tensor is cut."""
-        return name in self._ruled or self._table(name) is not None
-
     def of(self, name: str, shapes: Sequence[Shape]) -> TensorCut:
         """Return how the parts of a tensor make the whole.
-
-        If no rule is known, several parts of more than one dimension are refused. Others are taken for replicas, which
-        the caller has to compare.
 
         Args:
             name: the name of the tensor.
             shapes: the shape of each part.
 
         Raises:
-            SourceError: it is unknown how the tensor is cut, or its parts do not fit together.
+            SourceError: no rule is known and there are several parts, or they do not fit together.
             StrategyError: a rule of the user does not fit the parts.
         """
         pattern, rule = self._ruled.get(name, ("", ""))
@@ -156,7 +152,7 @@ class Cuts:
                 about = error.about(Option("layout", pattern, rule), f": tensor {name!r}")
                 raise StrategyError(about.message, code=error.code, facts=error.facts, hint=error.hint) from None
         table_rule = self._table(name)
-        if table_rule is None and len(shapes) > 1 and max(map(len, shapes)) > 1:
+        if table_rule is None and len(shapes) > 1 and any(shapes):
             raise SourceError(
                 Text("is in parts, and nothing says how it is cut; give ", Option("layout", "NAME", "RULE")),
                 code="no-layout",
@@ -218,3 +214,26 @@ def _gate_and_up(part: Shape, count: int) -> TensorCut:
         for number in range(count)
     )
     return TensorCut(shape, GATE_AND_UP, tuple(pieces))
+
+
+def rules_over_parts(options: OpenOptions) -> Mapping[str, str] | None:
+    """Return how the user says that tensor-parallel parts are cut, as rules over the parts; None for nothing.
+
+    Layouts win over the strategy, whose devices are the parts.
+
+    Raises:
+        StrategyError: the strategy cannot be read, or a layout cannot be written as a rule.
+    """
+    strategy, layouts = options.strategy, options.layouts
+    if strategy is None:
+        return dict(layouts) if layouts else None
+    if not isinstance(strategy, Strategy):
+        strategy = read_strategy(strategy)
+    rules = {}
+    for name, (placed, *_) in strategy.tensors.items():
+        rules[name] = placed.layout.rule
+        if placed.expanded or placed.layout.param_split_shape or placed.layout.field:
+            raise StrategyError(
+                f"the layout of {name!r} is uneven, interleaved or of an unknown shape", code="unsupported-layout"
+            )
+    return {**rules, **layouts}
