@@ -78,7 +78,7 @@ STATED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer words": ({"vocab_size": 7}, ""),
     "another width of the model": ({"hidden_size": 999}, "999"),
     "layers behind": ({"mtp_num_layers": 1}, "mtp_num_layers 1"),
-    "contradictions": ({"head_dim": 8}, "contradict"),
+    "another name as well": ({"head_dim": 8}, ""),
 }  # fmt: skip
 
 

@@ -31,8 +31,7 @@ from reshard.formats.torch_save.names import SAVES
 from reshard.kits.torch.dtensors import Tensors, is_tensor
 from reshard.kits.torch.file import NAME, FileTensor, TorchFile
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe
-from reshard.kits.training.arguments import RANK_SIZES
-from reshard.kits.training.pickled import stated_in
+from reshard.kits.training.arguments import RANK_SIZES, stated_in
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:

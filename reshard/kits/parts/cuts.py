@@ -10,12 +10,11 @@ tensor. The axis follows from the layer, so from the name. A rule is a text, as 
 * `gate-and-up`: each part is its gate and its up projection one after the other, and so is the whole tensor;
 * `copy`: as `whole`, but the values may differ.
 
-Sources: Megatron-LM `megatron/core/tensor_parallel/layers.py` and `megatron/legacy/model`, Meta's `llama/model.py`.
+Sources: Megatron-LM `megatron/core/tensor_parallel/layers.py`, Meta's `llama/model.py`.
 """
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,36 +49,14 @@ LLAMA: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Endings of names in Meta's files by rule. The embedding is cut along another axis since Llama 3."""
 
-MEGATRON: Mapping[str, tuple[str, ...]] = {
-    COLUMNS: (
-        "word_embeddings.weight", ".output_layer.weight", ".word_embeddings_for_head.weight",
-        ".linear_qkv.weight", ".linear_qkv.bias", ".query_key_value.weight", ".query_key_value.bias",
-        ".linear_q.weight", ".linear_q.bias", ".linear_kv.weight", ".linear_kv.bias",
-        "_attention.query.weight", "_attention.query.bias", "_attention.key_value.weight", "_attention.key_value.bias",
-        ".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight",
-        ".linear_fc1.weight", ".linear_fc1.bias", ".dense_h_to_4h.weight", ".dense_h_to_4h.bias",
-    ),
-    ROWS: (".linear_proj.weight", "attention.dense.weight", ".linear_fc2.weight", ".dense_4h_to_h.weight"),
-    WHOLE: (
-        "norm.weight", "norm.bias", ".layer_norm_weight", ".layer_norm_bias",
-        ".linear_proj.bias", "attention.dense.bias", ".linear_fc2.bias", ".dense_4h_to_h.bias",
-        "position_embeddings.weight", "tokentype_embeddings.weight",
-        ".router.weight", ".router.expert_bias", ".shared_experts.gate_weight",
-    ),
-}  # fmt: skip
-"""Endings of names in files of Megatron-LM by rule, of Megatron-Core and of before."""
-
-_NUMBERED_EXPERT = re.compile(r"(?<=\.weight)\d{1,9}\Z|(?<=\.bias)\d{1,9}\Z")  # as Transformer Engine groups them
-
 
 def rule_in(table: Mapping[str, tuple[str, ...]], name: str) -> str | None:
     """Return the rule of a name in a table of endings, or None.
 
-    >>> rule_in(MEGATRON, "decoder.layers.0.mlp.linear_fc2.weight"), rule_in(LLAMA, "output.weight")
-    ('split:1', 'split:0')
+    >>> rule_in(LLAMA, "output.weight"), rule_in(LLAMA, "input.weight")
+    ('split:0', None)
     """
-    dotted = f".{_NUMBERED_EXPERT.sub('', name)}"
-    return next((rule for rule, endings in table.items() if dotted.endswith(endings)), None)
+    return next((rule for rule, endings in table.items() if f".{name}".endswith(endings)), None)
 
 
 class CutPiece(NamedTuple):

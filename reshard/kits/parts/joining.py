@@ -57,6 +57,10 @@ class JoinedParts(NamedTuple):
     unreadable: dict[str, str]
     ruled: dict[str, str]
 
+    def __or__(self, other: JoinedParts) -> JoinedParts:
+        """Return the tensors of both."""
+        return JoinedParts(self.tensors | other.tensors, self.unreadable | other.unreadable, self.ruled | other.ruled)
+
 
 def join(
     sets: Mapping[str, Sequence[Mapping[int, StoredPart]]],
