@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal
 from commands import done
-from fsspec.core import url_to_fs
 from refusals import failed, refused
 from saves_files import Made, tensor, write_save
 from tensor_parallel import megatron, nested, part_of, write_megatron
@@ -54,36 +53,6 @@ def test_a_real_one_is_its_whole_tensors(case: Path) -> None:
     (run / "latest_checkpointed_iteration.txt").write_text("6")
     with refused(SourceError, "no-such-iteration"):
         reshard.open(run)
-
-
-def test_a_real_one_is_converted_to_every_format(case: Path, tmp_path: Path) -> None:
-    run, full = case / "checkpoint", full_of(case)
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("mesh: {mp: 2}\nrules: {'*linear_fc1.weight': [mp, null], '*linear_proj.weight': [null, mp]}\n")
-    for to, options in {
-        "hf": (), "dcp": (), "checkpoint2": ("--target-step", "5"), "zarr": (),
-        "ckpt": ("--target-strategy", rules), "safetensors": ("--target-strategy", rules),
-    }.items():  # fmt: skip
-        done("convert", run, tmp_path / to, "--to", to, *options)
-        assert_equal(reshard.open(tmp_path / to), full)
-        assert "verified" in done("verify", tmp_path / to).stdout
-    done("convert", run, tmp_path / "mcore", "--to", "dcp", "--target-step", "5", "--weights-only")
-    assert_equal(reshard.open(tmp_path / "mcore"), full)
-    reshard.plan(reshard.open(run)).save(tmp_path / "plan.json")
-    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "planned")
-    assert_equal(reshard.open(tmp_path / "planned"), full)
-    assert reshard.verify(run).tensors == len(full)
-
-
-def test_a_real_one_at_a_url(case: Path) -> None:
-    url = f"memory://megatron/{case.parent.name}"
-    fs, place = url_to_fs(url)
-    for path in (case / "checkpoint").rglob("*.*"):
-        if path.is_file():
-            fs.pipe(f"{place}/{path.relative_to(case / 'checkpoint')}", path.read_bytes())
-    assert_equal(reshard.open(url), full_of(case))
-    with refused(SourceError, "one-of-several", "mp_rank_00_001"):
-        reshard.open(f"{url}/iter_0000005/mp_rank_00_001/model_optim_rng.pt")
 
 
 def test_one_file_of_a_real_one_is_refused(case: Path) -> None:
@@ -373,7 +342,6 @@ def test_files_that_do_not_go_together(tmp_path: Path, name: str) -> None:
     root = make(tmp_path / "src")
     with refused(SourceError, code, place):
         reshard.open(root)
-    failed(4, code, "convert", "--to=mindspore", root, tmp_path / "dst")
 
 
 def test_files_of_another_training(tmp_path: Path) -> None:
@@ -388,11 +356,6 @@ def test_files_of_another_training(tmp_path: Path) -> None:
     drifted = reshard.open(root, layout={"*norm.weight": "copy"})
     assert set(drifted) == set(FULL)
     assert any("differs between the ranks" in line for line in drifted.warnings)
-
-
-def test_another_iteration_than_the_directory_says(tmp_path: Path) -> None:
-    root = write_megatron(tmp_path / "iter_0000007", FULL, [[4]], 2)
-    assert any("iteration 5" in line for line in reshard.open(root).warnings)
 
 
 def test_a_release(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reshard.core.runs import iteration_of
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.places import workers_at
 from reshard.core.storage.small import is_text
@@ -121,11 +120,10 @@ def open_megatron(
     )
     return opened(
         directory,
-        [(number, file.contents.file) for number, file in enumerate(read)],
+        [file.contents.file for file in read],
         joined,
         objects=model.objects | {name: kind for file in read for name, kind in file.others.items()},
         rules=rules,
-        warnings=_warnings(directory, first),
         contents=contents,
         arguments=first.stated,
     )
@@ -133,19 +131,14 @@ def open_megatron(
 
 def _locations(directory: Place, listing: Sequence[str]) -> tuple[list[tuple[re.Match[str], Place]], set[str]]:
     """Return the file of each rank with the match of its directory, and the names of files of the optimizer alone."""
-    inside: dict[str, set[str]] = {}
-    for path in directory.files(depth=2):
-        parts = path.relative_to(str(directory)).parts
-        if len(parts) == 2:
-            inside.setdefault(parts[0], set()).add(parts[1])
+    paths = {path.relative_to(str(directory)).as_posix() for path in directory.files(depth=2)}
     locations: list[tuple[re.Match[str], Place]] = []
     states: set[str] = set()
     for match in filter(None, map(RANKS.files.fullmatch, sorted(listing))):
-        present = inside.get(match[0], set())
-        states |= present.intersection(_STATES)
-        if name := next((name for name in _FILES if name in present), None):
+        states.update(name for name in _STATES if f"{match[0]}/{name}" in paths)
+        if name := next((name for name in _FILES if f"{match[0]}/{name}" in paths), None):
             locations.append((match, directory / match[0] / name))
-        elif _NEMO in present:
+        elif f"{match[0]}/{_NEMO}" in paths:
             raise SourceError(
                 f"{directory} has the ranks of a checkpoint of NeMo 1", code="unsupported-layout",
                 facts=[f"{match[0]} has {_NEMO}, which does not say how it is cut"],
@@ -251,10 +244,3 @@ def _missing(mesh: Mesh, ranks: Sequence[Rank]) -> Iterator[Rank]:
             for expert in range(mesh.experts):
                 if (rank := Rank(stage, part, expert)) not in of_experts:
                     yield rank
-
-
-def _warnings(directory: Place, file: _RankFile) -> list[str]:
-    number, stated = iteration_of(directory), file.facts["iteration"]
-    if number is None or stated in {None, number}:
-        return []
-    return [f"{directory} is of iteration {stated}, according to its files"]

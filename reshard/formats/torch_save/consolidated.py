@@ -70,7 +70,7 @@ def open_consolidated(
     _check_sizes(directory, by_table, prefix, sizes)
     joined.unreadable.update(unreadable)
     return opened(
-        directory, [(part, read.file) for part, read in enumerate(files)], joined,
+        directory, [read.file for read in files], joined,
         objects={name: kind for read in files for name, kind in read.objects.items()}, rules=rules, contents=contents,
     )  # fmt: skip
 

@@ -79,11 +79,6 @@ class TensorCut(NamedTuple):
     rule: str
     pieces: tuple[tuple[CutPiece, ...], ...]
 
-    @property
-    def is_cut(self) -> bool:
-        """Return whether any part lacks something of the whole tensor."""
-        return any(len(of_part) > 1 or of_part[0].block.shape != self.shape for of_part in self.pieces)
-
 
 class Cuts:
     """The cuts of all tensors of a checkpoint.
@@ -111,11 +106,7 @@ class Cuts:
         return name in self._ruled
 
     def of(self, name: str, shapes: Sequence[Shape]) -> TensorCut:
-        """Return how the parts of a tensor make the whole.
-
-        Args:
-            name: the name of the tensor.
-            shapes: the shape of each part.
+        """Return how parts of these shapes make a tensor.
 
         Raises:
             SourceError: no rule is known and there are several parts, or they do not fit together.
@@ -125,7 +116,7 @@ class Cuts:
         if pattern and (shapes[0] or name == pattern or rule == COPY):  # a glob that cuts does not apply to scalars
             try:
                 return cut_by(rule, tuple(shapes))
-            except (LayoutError, SourceError) as error:
+            except SourceError as error:
                 about = error.about(Option("layout", pattern, rule), f": tensor {name!r}")
                 raise StrategyError(about.message, code=error.code, facts=error.facts, hint=error.hint) from None
         table_rule = self._table(name)
@@ -134,23 +125,15 @@ class Cuts:
                 Text("is in parts, and nothing says how it is cut; give ", Option("layout", "NAME", "RULE")),
                 code="no-layout",
             )
-        try:
-            return cut_by(table_rule or WHOLE, tuple(shapes))
-        except LayoutError as error:
-            raise SourceError(error.message, code=error.code) from None
+        return cut_by(table_rule or WHOLE, tuple(shapes))
 
 
 @lru_cache(maxsize=1 << 10)  # layers are alike
 def cut_by(rule: str, shapes: tuple[Shape, ...]) -> TensorCut:
-    """Return how parts make a whole tensor by a rule.
-
-    Args:
-        rule: see above.
-        shapes: the shape of each part.
+    """Return how parts of these shapes make a whole tensor by a rule.
 
     Raises:
-        LayoutError: it is not a rule for such parts.
-        SourceError: the shapes differ.
+        SourceError: it is not a rule for such parts, or their shapes differ.
 
     >>> [str(piece.block) for part in cut_by("gate-and-up", ((4, 3), (4, 3))).pieces for piece in part]
     ['[0:2, 0:3]', '[4:6, 0:3]', '[2:4, 0:3]', '[6:8, 0:3]']

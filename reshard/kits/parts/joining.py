@@ -13,7 +13,7 @@ from reshard.core.model.probe import compare_contents
 from reshard.core.model.reshape import part_extent
 from reshard.core.model.table import Blocks, common_dtype, nothing_readable
 from reshard.errors import Faults, Option, SourceError, StrategyError, Text, names
-from reshard.kits.parts.cuts import COPY
+from reshard.kits.parts.cuts import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,7 +85,7 @@ def join(
             complete = [_complete(parts, count) for parts in of_stages]
             cut = cut_of(name, [part.shape for part in complete[0]])
             result.tensors[name] = _tensor(name, complete, cut, block_list)
-            if cut.is_cut or cut.rule == COPY:
+            if cut.rule != WHOLE:
                 result.ruled[name] = cut.rule
         except StrategyError:
             raise
@@ -146,9 +146,7 @@ def check_shapes(
     faults = Faults(str(root))
     for name, shape in expected.items():
         actual: Shape = tensors[name].spec.shape
-        if len(actual) != len(shape) or any(
-            size not in {None, extent} for size, extent in zip(shape, actual, strict=True)
-        ):
+        if len(actual) != len(shape) or any(size not in {None, actual[axis]} for axis, size in enumerate(shape)):
             expected_text = ", ".join("?" if size is None else str(size) for size in shape)
             fault = f"is {shape_text(actual)} by its parts; {said_by} says [{expected_text}]"
             faults.add(f"tensor {name!r}", fault, code="wrong-shape")
@@ -157,12 +155,11 @@ def check_shapes(
 
 def opened(
     root: Place,
-    files: Sequence[tuple[int, SourceFile]],
+    files: Sequence[SourceFile],
     parts: JoinedParts,
     *,
     objects: Mapping[str, str],
     rules: Mapping[str, str] | None,
-    warnings: Sequence[str] = (),
     contents: bool | Literal["blocks"],
     arguments: Mapping[str, object] | None = None,
 ) -> Checkpoint:
@@ -170,11 +167,10 @@ def opened(
 
     Args:
         root: the directory.
-        files: the rank and the record of each file.
+        files: the files, one of each rank.
         parts: the tensors.
         objects: the names of values that are not read, described.
         rules: the user's rules.
-        warnings: remarks for the user.
         contents: compare samples.
         arguments: what the files state of the training.
 
@@ -183,14 +179,10 @@ def opened(
     """
     if not parts.tensors:
         raise SourceError(f"{root}: {nothing_readable(parts.unreadable)}", code="no-tensors")
-    unread = {
-        name: Object(problem=kind)
-        for name, kind in objects.items()
-        if name not in parts.tensors and name not in parts.unreadable
-    }
+    known = parts.tensors.keys() | parts.unreadable.keys()
+    unread = {name: Object(problem=kind) for name, kind in objects.items() if name not in known}
     checkpoint = Checkpoint(
-        str(root), parts.tensors, tuple(file for _, file in files), tuple(rank for rank, _ in files),
-        warnings=tuple(warnings), unreadable=parts.unreadable,
+        str(root), parts.tensors, tuple(files), tuple(range(len(files))), unreadable=parts.unreadable,
         extras=Extras(TABLE, objects=unread, arguments=arguments or {}), opening=Opening(rules=rules or {}),
     )  # fmt: skip
     return with_replicas_compared(checkpoint, parts, contents=contents)

@@ -1,10 +1,9 @@
 """The arguments of a training with Megatron-LM, as its checkpoints state them: the sizes of the model and of its mesh.
 
 An argument that is missing or None is unknown, not off: it may be younger than the file, or another program wrote the
-file. Names of other programs count if Megatron's own has no value. What is known is compared with the files.
+file. Another name of an argument counts if the first has no value. What is known is compared with the files.
 
-Sources: Megatron-LM `megatron/training/arguments.py`, core 0.16.1, and of 2019 to 2022; MindSpeed's `schedules_method`
-and `noop_layers`.
+Sources: Megatron-LM `megatron/training/arguments.py`, core 0.16.1, and of 2019 to 2022; MindSpeed.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from reshard.kits.torch.pickles import Pairs, PickledObject, describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from reshard.core.layout.block import Shape
 
 DUALPIPE_V = "dualpipev"
 """The schedule whose second virtual stage runs through the pipeline backwards."""
@@ -53,20 +50,14 @@ _OTHERS = (
     "heterogeneous_layers_config_encoded_json",
 )  # fmt: skip
 _OTHER_NAMES = {
-    "tensor_model_parallel_size": ("model_parallel_size",),  # before pipelines
-    "schedules_method": ("schedule_method",),
-    "num_layers": ("num_hidden_layers",),
-    "num_experts": ("num_moe_experts", "n_routed_experts"),
-    "ffn_hidden_size": ("intermediate_size",),
-    "moe_ffn_hidden_size": ("moe_intermediate_size",),
-    "kv_channels": ("head_dim",),
-    "qk_head_dim": ("qk_nope_head_dim",),
-    "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
-    "apply_layernorm_1p": ("layernorm_zero_centered_gamma",),
+    "tensor_model_parallel_size": "model_parallel_size",  # before pipelines
+    "schedules_method": "schedule_method",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
 }
-_UNTIED = "untie_embeddings_and_output_weights"
-_TIED = ("tie_word_embeddings", "share_embeddings_and_output_weights")  # other names for the opposite
-_NAMES = (*_NUMBERS, *_FLAGS, *_OTHERS, *(name for names in _OTHER_NAMES.values() for name in names), *_TIED)
+_NAMES = (*_NUMBERS, *_FLAGS, *_OTHERS, *_OTHER_NAMES.values())
 
 KnownShape = tuple[int | None, ...]
 """A shape, with None for an extent that is unknown."""
@@ -89,17 +80,15 @@ class Arguments:
         Raises:
             SourceError: a value is not of its kind. The message does not name the file.
 
-        >>> arguments = Arguments.of({"num_hidden_layers": 4, "tie_word_embeddings": True})
-        >>> arguments["num_layers"], arguments["untie_embeddings_and_output_weights"], arguments["swiglu"]
-        (4, False, None)
+        >>> arguments = Arguments.of({"num_layers": 4, "moe_intermediate_size": 8})
+        >>> arguments["num_layers"], arguments["moe_ffn_hidden_size"], arguments["swiglu"]
+        (4, 8, None)
         """
         values: dict[str, Any] = {}
         for name in (*_NUMBERS, *_FLAGS, *_OTHERS):
-            candidates = [_value(name, each, stated.get(each)) for each in (name, *_OTHER_NAMES.get(name, ()))]
-            values[name] = next((value for value in candidates if value is not None), None)
-        tied = [value for name in _TIED if (value := _value(_UNTIED, name, stated.get(name))) is not None]
-        if values[_UNTIED] is None and tied:
-            values[_UNTIED] = not tied[0]
+            other = _OTHER_NAMES.get(name, name)
+            own_value, other_value = (_value(each, stated.get(each), name) for each in (name, other))
+            values[name] = other_value if own_value is None else own_value
         return cls(values)
 
     def __getitem__(self, name: str) -> Any:
@@ -199,11 +188,6 @@ def shape_of(name: str, shapes: Mapping[str, KnownShape]) -> KnownShape | None:
     return shape if any(shape) else None
 
 
-def fits(shape: Shape, expected: KnownShape) -> bool:
-    """Return whether a shape, or that of each of its layers, is as expected."""
-    return all(size in {None, extent} for size, extent in zip(expected[::-1], shape[::-1], strict=False))
-
-
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.\d{1,9}\.|experts\.(?:\d{1,9}\.)?)")
 _NUMBERED = re.compile(r"(?<=\.weight)\d{1,9}\Z|(?<=\.bias)\d{1,9}\Z")  # as Transformer Engine groups experts
 _OLDER = {
@@ -247,8 +231,8 @@ def _plain(value: object) -> object:
     )
 
 
-def _value(argument: str, name: str, value: object) -> Any:
-    """Return the value of an argument under one of its names, None if it is unknown.
+def _value(name: str, value: object, argument: str) -> Any:
+    """Return the value under a name of an argument, None if it is unknown.
 
     Raises:
         SourceError: it is of another kind.

@@ -1,4 +1,4 @@
-"""Compare rules with what Megatron-LM's files state of the training, and with the shapes of Megatron's tensors.
+"""Compare rules with what Megatron-LM's files state of the training.
 
 Shapes alone do not show where the rows of a fused tensor belong: sixteen rows may be two heads or four. So each number
 by which a rule cuts a tensor of Megatron is compared with the arguments, and a disagreement is a fault. An argument
@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from reshard.core.layout.block import shape_text
 from reshard.errors import SourceError, UsageError
-from reshard.kits.training.arguments import Arguments, fits, shape_of
+from reshard.kits.training.arguments import Arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from reshard.rules.rule import Rule
     from reshard.rules.rules import Rules
 
-_OF_MODEL = re.compile(r"(?:embedding|decoder|output_layer)\.")
-_IN_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?")
 _NORM = re.compile(r"layer_?norm[._]weight\Z|layernorm\.weight\Z")
 _HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 _DIFFERENT = "files-disagree"
@@ -60,11 +57,9 @@ class _Check:
 
     def __init__(self, source: Checkpoint, rules: Rules, arguments: Arguments) -> None:
         self._source, self._rules, self._arguments = source, rules, arguments
-        self._shapes = arguments.shapes()
 
     def tensor(self, rule: Rule, name: str) -> Iterator[tuple[str, str]]:
         """Yield what is wrong with how a rule cuts a tensor, and a hint."""
-        shape = self._source.tensors[name].spec.shape
         if ".linear_fc1." in name and len(rule.parts) == 2:
             yield from self._gate(rule, name)
         elif ".linear_qkv." in name and rule.verb == "interleave":
@@ -74,13 +69,6 @@ class _Check:
             size, vocabulary = self._number(rule.size), self._arguments["vocab_size"]
             if size is not None and vocabulary is not None and vocabulary > size:
                 yield f"has vocab_size {vocabulary} by args; {rule.key_path} keeps {size} rows", ""
-        expected = shape_of(name, self._shapes) if _OF_MODEL.match(name) else None
-        if expected and not fits(shape, expected):
-            sizes = ", ".join("?" if size is None else str(size) for size in expected)
-            yield f"is {shape_text(shape)}; args say [{sizes}] for each layer", ""
-        experts = self._arguments["num_experts"]
-        if ".experts.experts.linear_" in name and len(shape) > 2 and experts not in {None, shape[-3]}:
-            yield f"has {shape[-3]} experts; args say num_experts {experts}", ""
 
     def _gate(self, rule: Rule, name: str) -> Iterator[tuple[str, str]]:
         """Yield why the first layer of an MLP is not a gate and an up projection as a rule cuts it."""
@@ -121,34 +109,13 @@ class _Check:
                     return
 
     def model(self, uses: Sequence[Use]) -> Iterator[str]:
-        """Yield how the tensors of the model and the arguments differ."""
-        names, left_out = {*self._source.all_names}, self._source.left_out
-        if not left_out:
-            yield from self._layers(uses)
-        is_untied = self._arguments["untie_embeddings_and_output_weights"]
-        if is_untied and _EMBEDDING in names and _HEAD not in names | left_out:
+        """Yield what would be missing or wrong in the result, though each tensor is cut as the rules say."""
+        names = {*self._source.all_names, *self._source.left_out}
+        if self._arguments["untie_embeddings_and_output_weights"] and _EMBEDDING in names and _HEAD not in names:
             yield f"lacks {_HEAD}; args say that it is not tied to the embedding"
-        if is_untied is False and _HEAD in names:
-            yield f"has {_HEAD}; args say that it is tied to the embedding"
         norm = next((name for use in uses for name in use.sources if _NORM.search(name)), "")
         if norm and self._arguments["apply_layernorm_1p"] and self._rules.is_built_in:
             yield f"has norms less 1 by args (apply_layernorm_1p True), such as {norm}; {self._rules.root} adds nothing"
-
-    def _layers(self, uses: Sequence[Use]) -> Iterator[str]:
-        """Yield how the numbers of layers differ."""
-        layers, of_mtp = self._arguments["num_layers"], self._arguments["mtp_num_layers"]
-        counts = set[int]()
-        for use in uses:
-            for name in use.sources:
-                match, shape = _IN_LAYER.match(name), self._source.tensors[name].spec.shape
-                if match and match[1]:
-                    counts.add(int(match[1]) + 1)
-                elif match and use.rule.by and shape:  # layers are stacked
-                    counts.add(shape[0])
-        if counts and layers not in {None, max(counts)}:
-            yield f"has {max(counts)} layers; args say num_layers {layers}"
-        if of_mtp and not any(name.startswith("mtp.") for name in self._source.all_names):
-            yield f"has no layer of mtp; args say mtp_num_layers {of_mtp}"
 
     def _number(self, expression: int | str | None) -> int | None:
         """Return the value of a number in a rule; None if it has none, which is reported elsewhere."""
