@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from reshard.core.format import Format, Found
 from reshard.core.listing import RANK_DIRECTORY
-from reshard.formats.ranks.names import EXTENSIONS, FOREIGN
+from reshard.formats.ranks.names import EXTENSIONS
+from reshard.formats.ranks.one_of_several import FOREIGN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

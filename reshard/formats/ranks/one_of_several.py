@@ -1,7 +1,7 @@
 """Refuse one file of several, which would pass for whole tensors.
 
 A block, a shard of a set and a file of whole tensors have similar contents. Before any header is read, they are told
-apart by the names that each format has for its files (`Format.parts`).
+apart by unique file names, and by the first bytes of files whose names other programs use, too (`FileNames`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from reshard.core.format import parts_of_several
-from reshard.core.listing import Listing
+from reshard.core.listing import FileNames, Listing
 from reshard.errors import SourceError, names
 from reshard.kits.indexes import files_beside
 from reshard.siblings import siblings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from reshard.core.storage.places import Place
     from reshard.siblings import Siblings
@@ -25,6 +25,29 @@ if TYPE_CHECKING:
 _NUMBERED = re.compile(
     r"(?P<before>.*_part(?=\d+\.\w+\Z)|(?:.*_)?mp_rank_|consolidated\.)(?P<number>\d+)(?P<after>.*)", re.DOTALL
 )
+_ORIGINAL = "convert the Hugging Face model that it was made from"
+_ALONE = frozenset({"foreign", "alone"})
+FOREIGN = (
+    FileNames(
+        re.compile(r"model-rank-\d+-part-\d+\.safetensors"), "is of the sharded state of vLLM, which is not read",
+        _ORIGINAL, code="unsupported-format", when=frozenset({"foreign"}),
+    ),
+    FileNames(
+        re.compile(r"rank\d+\.engine"), "is of a model for TensorRT-LLM, which is not read", _ORIGINAL,
+        {"config.json": re.compile(rb'"mapping"\s*:\s*\{[^{}]*"world_size"')}, "unsupported-format",
+        frozenset({"foreign"}),
+    ),
+    FileNames(
+        re.compile(r".+\.gguf", re.DOTALL), "is a GGUF file of llama.cpp, which is not read", _ORIGINAL,
+        code="unsupported-format", when=_ALONE,
+    ),
+    FileNames(
+        re.compile(r".+\.np[yz]", re.DOTALL), "is a file of NumPy, which is not read",
+        'in Python: reshard.write(dict(numpy.load("FILE.npz")), "TARGET.safetensors"); give one array a name: {"w": array}',
+        code="unsupported-format", when=_ALONE,
+    ),
+)  # fmt: skip
+"""Files of other programs that are not read; next to a checkpoint, some are ignored."""
 
 
 def is_later_part(path: str) -> bool:
@@ -90,11 +113,12 @@ def _refuse_one_of_several(path: Place) -> None:
     above = directory
     is_part = bool(match and (parts or int(match["number"])))
     others = list(parts)
-    for of_rank, pattern in _ranks_in(directory.name):
-        is_part, above = any(int(number) for number in of_rank.groups("0")), directory.parent
-        ranks = [name for name in siblings_of(above).names if pattern.fullmatch(name)]
-        is_part = is_part or len(ranks) > 1
-        others = [f"{rank}/{path.name}" for rank in sorted(ranks) if rank != directory.name]
+    for each in parts_of_several():
+        if "directory" in each.when and (of_rank := each.files.fullmatch(directory.name)):
+            above = directory.parent
+            ranks = siblings_of(above).matching(each.files)
+            is_part = len(ranks) > 1 or any(map(int, of_rank.groups("0")))
+            others = [f"{rank}/{path.name}" for rank in sorted(ranks) if rank != directory.name]
     if is_part:
         raise SourceError(
             f"{path} is one of several parts of a checkpoint, by its name",
@@ -102,13 +126,6 @@ def _refuse_one_of_several(path: Place) -> None:
             facts=[f"others are {names(others, most=3)}"] if others else [],
             hint=f"open {above}, or rename a file that has all of the checkpoint",
         )
-
-
-def _ranks_in(name: str) -> Iterator[tuple[re.Match[str], re.Pattern[str]]]:
-    """Yield how the name of a directory says that it is of one rank."""
-    for each in parts_of_several():
-        if "directory" in each.when and (match := each.files.fullmatch(name)):
-            yield match, each.files
 
 
 def _numbered_alike(name: str, siblings: Siblings) -> list[str]:
