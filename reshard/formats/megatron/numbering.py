@@ -24,6 +24,7 @@ OF_MODEL = re.compile(r"(?:language_model\.)?(?:embedding|encoder|decoder|transf
 
 EMBEDDING, HEAD = ".word_embeddings.weight", ".output_layer.weight"
 _LAST_NORM = ".final_layernorm.weight"
+_BACKWARDS = "dualpipev"
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?layers)\.(?P<layer>0|[1-9]\d{0,8})\.(?P<rest>.+)", re.DOTALL)
 _EXPERT = re.compile(
     r"(?P<module>.*\.experts\.)(?P<before>local_experts\.|linear_fc[12]\.(?:weight|bias))(?P<number>0|[1-9]\d{0,8})"
@@ -48,12 +49,16 @@ class Rank(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """The numbers of stages, of tensor-parallel parts, of expert-parallel ranks, and of the parts of an expert."""
+    """The numbers of stages, of tensor-parallel parts, of expert-parallel ranks, and of the parts of an expert.
+
+    The second virtual stages run through the pipeline backwards if `is_backwards` is true.
+    """
 
     stages: int
     parts: int
     experts: int
     expert_parts: int
+    is_backwards: bool
 
     @classmethod
     def of(cls, arguments: Arguments) -> Mesh:
@@ -61,7 +66,7 @@ class Mesh(NamedTuple):
         parts = arguments["tensor_model_parallel_size"] or 1
         return cls(
             arguments["pipeline_model_parallel_size"] or 1, parts, arguments["expert_model_parallel_size"] or 1,
-            arguments["expert_tensor_parallel_size"] or parts,
+            arguments["expert_tensor_parallel_size"] or parts, arguments["schedules_method"] == _BACKWARDS,
         )  # fmt: skip
 
 
@@ -111,7 +116,7 @@ class Numbering:
         return chunk, name
 
     def _position(self, chunk: int, rank: Rank) -> Position:
-        return chunk, -rank.stage if chunk and self._arguments.is_backwards else rank.stage
+        return chunk, -rank.stage if chunk and self.mesh.is_backwards else rank.stage
 
     def _add(self, local: str, rank: Rank) -> None:
         """Note the layer and the expert of a name in a file."""
@@ -180,9 +185,18 @@ class Numbering:
         for position, layers in self._stacks[stack].items():
             for layer, of_mlp in layers.items():
                 number = layer + self._first_layers[stack, position]
-                if of_mlp and self._arguments.has_experts(number) not in {None, True in of_mlp}:
+                if of_mlp and self._has_experts(number) not in {None, True in of_mlp}:
                     fault = f"has {'' if True in of_mlp else 'no '}experts; args say the opposite (moe_layer_freq)"
                     faults.add(f"layer {number}", fault, code="missing-experts")
+
+    def _has_experts(self, layer: int) -> bool | None:
+        """Return whether the arguments say that a layer has experts; None if unknown."""
+        frequency = self._arguments["moe_layer_freq"]
+        if self._arguments["num_experts"] is None or not isinstance(frequency, int | list):
+            return None
+        if isinstance(frequency, list):
+            return bool(frequency[layer]) if layer < len(frequency) else None
+        return frequency > 0 and layer % frequency == 0 and layer >= (self._arguments["first_k_dense_replace"] or 0)
 
 
 def is_of_expert(name: str) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.places import workers_at
@@ -49,6 +49,7 @@ _NEMO = "model_weights.ckpt"
 _STATES = ("distrib_optim.pt", "optim.pt")
 _OPTIMIZER = "optimizer"
 _MODEL = re.compile(r"model(0|[1-9]\d{0,4})?")
+_FACTS = ("iteration", "checkpoint_version")
 _UNSUPPORTED = ("tp_2d", "moe_tp_extend_ep", "noop_layers")
 _MOST_MISSING = 8
 
@@ -58,26 +59,19 @@ class _RankFile(NamedTuple):
 
     Attributes:
         path: the file.
-        stated: the arguments of the training, as the file states them.
-        arguments: the same, under the names of Megatron-LM.
-        facts: the iteration, the version of the format and the number of virtual stages, by name.
+        stated: what it states: the arguments of the training, the iteration and the version of the format, by name.
+        chunks: the number of virtual stages.
         contents: the models; names begin with the key of the model.
         others: descriptions of the other values.
         has_states: whether it has tensors of the optimizer.
     """
 
     path: str
-    stated: Mapping[str, object]
-    arguments: Arguments
-    facts: Mapping[str, object]
+    stated: Mapping[str, Any]
+    chunks: int
     contents: Contents
     others: Mapping[str, str]
     has_states: bool
-
-    def fact(self, name: str) -> float:
-        """Return a fact; 0 if it is unknown."""
-        value = self.facts[name]
-        return value if isinstance(value, int | float) else 0
 
 
 def open_megatron(
@@ -106,12 +100,13 @@ def open_megatron(
     first = read[0]
     for file in read[1:]:
         _check_alike(file, first)
-    _check_supported(first)
-    mesh = Mesh.of(first.arguments)
+    arguments = Arguments.of(first.stated)
+    mesh = Mesh.of(arguments)
+    _check_supported(first, arguments, mesh)
     ranks = [_rank_in(match, has_stages=mesh.stages > 1 or mesh.experts == 1) for match, _ in locations]
     _check_ranks(directory, mesh, ranks)
-    model = Model(directory, dict(zip(ranks, (file.contents for file in read), strict=True)), first.arguments)
-    joined = model.joined(rules, first.fact("checkpoint_version"))
+    model = Model(directory, dict(zip(ranks, (file.contents for file in read), strict=True)), arguments)
+    joined = model.joined(rules, has_first_version=first.stated.get("checkpoint_version", 0) < 1)
     if any(file.has_states for file in read):
         state_files.add(places[0].name)
     joined.unreadable.update(
@@ -164,44 +159,41 @@ def _read(location: Place, number: int) -> _RankFile:
             f"{saved.path} has {names(keys) or 'no model'}; expected model, or model0, model1 and so on",
             code="not-a-checkpoint",
         )
-    try:
-        stated = stated_in(values.get("args"))
-        arguments = Arguments.of(stated)
-    except SourceError as error:
-        raise SourceError(f"{saved.path} {error.message}", code=error.code) from None
+    stated = stated_in(saved.path, values.get("args"))
+    stated |= {name: value for name in _FACTS if isinstance(value := values.get(name), int | float)}
     contents = read_state_dict(saved, number, models, "", Tensors(0, 1))
     if not keys.isdisjoint((*contents.tensors, *contents.refused)):
         raise SourceError(f"{saved.path} has a model that is not a dict of tensors", code="not-a-state-dict")
     has_states = TensorFinder().has_tensor(values.get(_OPTIMIZER))
     read = {*keys, _OPTIMIZER} if has_states else keys
     others = {key: f"a pickled {kind_of(value)}, which is not read" for key, value in values.items() if key not in read}
-    facts = {name: values.get(name) for name in ("iteration", "checkpoint_version")}
-    facts["number of virtual stages"] = len(keys)
-    return _RankFile(saved.path, stated, arguments, facts, contents, others, has_states)
+    return _RankFile(saved.path, stated, len(keys), contents, others, has_states)
 
 
 def _check_alike(file: _RankFile, first: _RankFile) -> None:
     """Refuse a file of another checkpoint."""
-    different = [name for name, value in file.facts.items() if value != first.facts[name]]
-    if name := file.arguments.difference(first.arguments) or next(iter(different), ""):
+    different = [name for name in {**file.stated, **first.stated} if file.stated.get(name) != first.stated.get(name)]
+    different += ["number of virtual stages"] if file.chunks != first.chunks else []
+    if different:
         raise SourceError(
-            f"{file.path} has another {name} than {first.path}", code="files-disagree",
+            f"{file.path} has another {different[0]} than {first.path}", code="files-disagree",
             hint="get all files of one checkpoint",
         )  # fmt: skip
 
 
-def _check_supported(file: _RankFile) -> None:
+def _check_supported(file: _RankFile, arguments: Arguments, mesh: Mesh) -> None:
     """Refuse a file whose arguments contradict it, or say nothing, or say what is not read."""
-    arguments, chunks = file.arguments, file.fact("number of virtual stages")
-    parts, virtual = (arguments[f"{kind}_model_parallel_size"] for kind in ("tensor", "virtual_pipeline"))
-    if parts is None:
+    virtual = arguments["virtual_pipeline_model_parallel_size"]
+    if arguments["tensor_model_parallel_size"] is None:
         raise SourceError(f"{file.path} has no tensor_model_parallel_size in args", code="no-layout")
-    if virtual not in {None, chunks}:
-        raise SourceError(f"{file.path} has {chunks} models; args say {virtual} virtual stages", code="files-disagree")
+    if virtual not in {None, file.chunks}:
+        raise SourceError(
+            f"{file.path} has {file.chunks} models; args say {virtual} virtual stages", code="files-disagree"
+        )
     unsupported = [name for name in _UNSUPPORTED if arguments[name]]
-    if chunks > 1 and not arguments.is_backwards and arguments["schedules_method"]:
+    if file.chunks > 1 and not mesh.is_backwards and arguments["schedules_method"]:
         unsupported.append("schedules_method")
-    if parts % Mesh.of(arguments).expert_parts:
+    if mesh.parts % mesh.expert_parts:
         unsupported.append("expert_tensor_parallel_size")
     if unsupported:
         raise SourceError(

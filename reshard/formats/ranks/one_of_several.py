@@ -43,7 +43,7 @@ FOREIGN = (
     ),
     FileNames(
         re.compile(r".+\.np[yz]", re.DOTALL), "is a file of NumPy, which is not read",
-        'in Python: reshard.write(dict(numpy.load("FILE.npz")), "TARGET.safetensors"); give one array a name: {"w": array}',
+        'load it with NumPy, and in Python: reshard.write({"NAME": array}, "TARGET.safetensors")',
         code="unsupported-format", when=_ALONE,
     ),
 )  # fmt: skip

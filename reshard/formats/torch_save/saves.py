@@ -152,7 +152,7 @@ def _refuse_rank(saved: TorchFile) -> None:
     args = next((value for key, value in values if key == "args"), None)
     stated: Mapping[str, object] = {}
     with suppress(SourceError):  # other programs save args, too
-        stated = stated_in(args)
+        stated = stated_in(saved.path, args)
     if any(isinstance(size := stated.get(name), int) and size > 1 for name in RANK_SIZES):
         raise SourceError(
             f"{saved.path} is of one of several ranks, according to its args",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from reshard.errors import SourceError, UsageError
+from reshard.errors import UsageError
 from reshard.kits.training.arguments import Arguments
 
 if TYPE_CHECKING:
@@ -37,11 +37,7 @@ def check_arguments(source: Checkpoint, rules: Rules, side: int, uses: Sequence[
         uses: the applications of the rules.
         faults: collects the faults.
     """
-    try:
-        check = _Check(source, rules, Arguments.of(source.extras.arguments))
-    except SourceError as error:
-        faults.add(source.root, error)
-        return
+    check = _Check(source, rules, Arguments.of(source.extras.arguments))
     for use in uses:
         for name in use.sources if side == use.rule.fused_side else ():
             if source.tensors[name].spec.shape:  # no rule cuts the step of a state
