@@ -296,10 +296,9 @@ def test_experts_that_args_contradict(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mp_rank_{:02d}", "tp_rank_{:02d}_pp_rank_000"])
 def test_ranks_of_nemo_1(tmp_path: Path, name: str) -> None:
-    """Their arguments are in another file: the reason is not that a file of Megatron-LM is missing."""
     for part in range(2):
         write_save(tmp_path / name.format(part) / "model_weights.ckpt", {"w": tensor(HEAD["output_layer.weight"])})
-    with refused(SourceError, "unsupported-layout", "model_weights.ckpt", "NeMo"):
+    with refused(SourceError, "no-checkpoint", "NeMo"):
         reshard.open(tmp_path)
     with refused(SourceError, "one-of-several", tmp_path):
         reshard.open(tmp_path / name.format(0) / "model_weights.ckpt")

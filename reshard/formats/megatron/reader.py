@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 _EXPECTED = "a checkpoint of Megatron-LM"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
-_NEMO = "model_weights.ckpt"
 _STATES = ("distrib_optim.pt", "optim.pt")
 _OPTIMIZER = "optimizer"
 _MODEL = re.compile(r"model(0|[1-9]\d{0,4})?")
@@ -133,14 +132,11 @@ def _locations(directory: Place, listing: Sequence[str]) -> tuple[list[tuple[re.
         states.update(name for name in _STATES if f"{match[0]}/{name}" in paths)
         if name := next((name for name in _FILES if f"{match[0]}/{name}" in paths), None):
             locations.append((match, directory / match[0] / name))
-        elif f"{match[0]}/{_NEMO}" in paths:
-            raise SourceError(
-                f"{directory} has the ranks of a checkpoint of NeMo 1", code="unsupported-layout",
-                facts=[f"{match[0]} has {_NEMO}, which does not say how it is cut"],
-                hint="save it with NeMo with tensor_model_parallel_size 1 and pipeline_model_parallel_size 1",
-            )  # fmt: skip
     if not locations:
-        raise SourceError(f"{directory} has no {_FILES[0]} of any rank", code="no-checkpoint")
+        raise SourceError(
+            f"{directory} has no {_FILES[0]} of any rank", code="no-checkpoint",
+            hint="save a checkpoint of NeMo 1 with NeMo, with one tensor-parallel part and one pipeline stage",
+        )  # fmt: skip
     return sorted(locations, key=lambda item: _rank_in(item[0])), states
 
 
@@ -149,11 +145,7 @@ def _read(location: Place, number: int) -> _RankFile:
     saved = TorchFile.read(location, _EXPECTED)
     items = saved.value.items() if isinstance(saved.value, Pairs) else ()
     values = {key: value for key, value in items if isinstance(key, str) and is_text(key)}
-    models = Pairs()
-    for key, value in values.items():
-        if _MODEL.fullmatch(key):
-            models[key] = value
-    keys = {key for key, _ in models.items()}
+    keys = set(filter(_MODEL.fullmatch, values))
     if not keys or keys not in ({"model"}, {f"model{chunk}" for chunk in range(len(keys))}):
         raise SourceError(
             f"{saved.path} has {names(keys) or 'no model'}; expected model, or model0, model1 and so on",
@@ -161,6 +153,9 @@ def _read(location: Place, number: int) -> _RankFile:
         )
     stated = stated_in(saved.path, values.get("args"))
     stated |= {name: value for name in _FACTS if isinstance(value := values.get(name), int | float)}
+    models = Pairs()
+    for key in sorted(keys):
+        models[key] = values[key]
     contents = read_state_dict(saved, number, models, "", Tensors(0, 1))
     if not keys.isdisjoint((*contents.tensors, *contents.refused)):
         raise SourceError(f"{saved.path} has a model that is not a dict of tensors", code="not-a-state-dict")
