@@ -136,6 +136,11 @@ STATED: dict[str, tuple[dict[str, Any], str]] = {
     "other heads of it": ({"group_query_attention": OUT, "num_key_value_heads": 4}, "wrong-shape"),
     "groups, and no flag": ({"group_query_attention": None}, ""),
     "other groups, and no flag": ({"group_query_attention": OUT, "num_query_groups": 4}, "wrong-shape"),
+    "no groups": ({"group_query_attention": False}, "wrong-shape"),
+    "other heads": ({"num_attention_heads": 2}, "wrong-shape"),
+    "another width of heads": ({"kv_channels": 4}, "wrong-shape"),
+    "another vocabulary": ({"padded_vocab_size": 13}, "wrong-shape"),
+    "another inner size": ({"ffn_hidden_size": 24}, "wrong-shape"),
     "nothing said of groups": ({"group_query_attention": OUT, "num_query_groups": None}, ""),
     "a gate of attention": ({"attention_output_gate": True}, "wrong-shape"),
     "no gate of attention": ({"attention_output_gate": None}, ""),
@@ -283,13 +288,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "experts over tensor parts": ({"moe_tp_extend_ep": True}, "unsupported-layout", "moe_tp_extend_ep"),
     "dense layers": ({"moe_layer_freq": [0]}, "missing-experts", "moe_layer_freq"),
     "dense layers before": ({"first_k_dense_replace": 1}, "missing-experts", "moe_layer_freq"),
+    "ranks without end": ({"expert_model_parallel_size": 1 << 40}, "missing-ranks", "expert-parallel rank 2"),
+    "experts in fewer parts": ({"expert_tensor_parallel_size": 1, "parts": 2, "cut": 2}, "wrong-shape", "experts"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_experts_that_args_contradict(tmp_path: Path, name: str) -> None:
     args, code, place = REFUSED[name]
-    root, _ = write_experts(tmp_path, parts=1, ranks=2, cut=1, **args)
+    root, _ = write_experts(tmp_path, **({"parts": 1, "ranks": 2, "cut": 1} | args))
     with refused(SourceError, code, place):
         reshard.open(root)
 

@@ -87,7 +87,6 @@ args = argparse.Namespace(
     num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2, swiglu=True,
     group_query_attention=True, padded_vocab_size=32, untie_embeddings_and_output_weights=True, kv_channels=4,
     params_dtype=torch.bfloat16, lr=3e-4, betas=(0.9, 0.95), data_path=["a", {"b": 1}], attention_backend=Backend.auto,
-    **{f"other_{number}": None for number in range(500)},
 )
 mcore, cut = {}, {}
 for layer in range(2):
