@@ -129,7 +129,7 @@ class Numbering:
                 of_mlp.add(is_of_expert(name))
         elif OF_MODEL.match(name) and f".{name}".endswith((EMBEDDING, HEAD, _LAST_NORM)):
             self._ends.setdefault(name, set()).add(position)
-        if (match := _EXPERT.fullmatch(name)) and not is_extra(name):
+        if match := _EXPERT.fullmatch(name):
             self._experts.setdefault((rank, chunk, match["module"]), set()).add(int(match["number"]))
 
     def _check_experts(self, faults: Faults) -> None:

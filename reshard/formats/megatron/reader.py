@@ -151,7 +151,7 @@ def _read(location: Place, number: int) -> _RankFile:
             f"{saved.path} has {names(keys) or 'no model'}; expected model, or model0, model1 and so on",
             code="not-a-checkpoint",
         )
-    stated = stated_in(saved.path, values.get("args"))
+    stated = stated_in(values.get("args"))
     stated |= {name: value for name in _FACTS if isinstance(value := values.get(name), int | float)}
     models = Pairs()
     for key in sorted(keys):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import SourceError
 from reshard.kits.torch.pickles import Pairs, PickledObject, describe
 
 if TYPE_CHECKING:
@@ -115,16 +114,12 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def stated_in(path: str, namespace: object) -> dict[str, object]:
-    """Return the arguments in a pickled `argparse.Namespace` of a file, as plain data.
-
-    Raises:
-        SourceError: it is not a namespace.
-    """
+def stated_in(namespace: object) -> dict[str, object]:
+    """Return the arguments in a pickled `argparse.Namespace`, as plain data; {} for another value."""
     state = namespace.state if isinstance(namespace, PickledObject) and namespace.name == "Namespace" else None
-    if not isinstance(state, Pairs):
-        raise SourceError(f"{path} has no args, which say how it is cut", code="no-layout")
-    return known({key: value for key, value in state.items() if isinstance(key, str)})
+    return (
+        known({key: value for key, value in state.items() if isinstance(key, str)}) if isinstance(state, Pairs) else {}
+    )
 
 
 def known(values: Mapping[Any, object]) -> dict[str, object]:

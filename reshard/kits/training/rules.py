@@ -80,11 +80,10 @@ class _Check:
         size = self._arguments[argument] if "experts." in name else None
         groups = self._number(rule.groups) if rule.verb == "interleave" else None
         if size and (groups or 0) * 2 * size != rows:
-            fault = f"has {size} rows of the gate and {size} of the up projection in turn by args ({argument}); "
-            hint = (
-                f"in a copy of the rules, write interleave with groups: {max(rows // (2 * size), 1)} in place of concat"
-            )
-            yield fault + f"{rule.key_path} cuts it otherwise", hint
+            fault = f"has {size} rows of the gate and {size} of the up projection in turn by args ({argument})"
+            count = max(rows // (2 * size), 1)
+            hint = f"in a copy of the rules, write interleave with groups: {count} in place of concat"
+            yield f"{fault}; {rule.key_path} cuts it otherwise", hint
 
     def _heads(self, rule: Rule) -> Iterator[str]:
         """Yield how the numbers of heads in a rule and in the arguments differ."""
