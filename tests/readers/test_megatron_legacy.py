@@ -256,11 +256,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "stages without end": (lie(pipeline_model_parallel_size=1 << 60), "missing-ranks", "part 0 of stage 2"),
     "fewer stages": (lie(pipeline_model_parallel_size=1), "no-such-rank", "part 0 of stage 1"),
     "virtual stages": (lie(virtual_pipeline_model_parallel_size=2), "files-disagree", "2 virtual stages"),
-    "no parts": (lie(tensor_model_parallel_size="left out"), "no-layout", "tensor_model_parallel_size"),
-    "parts of a text": (lie(tensor_model_parallel_size="2"), "no-layout", "tensor_model_parallel_size"),
-    "parts of a flag": (lie(tensor_model_parallel_size=True), "no-layout", "tensor_model_parallel_size"),
-    "no part": (lie(tensor_model_parallel_size=0), "no-layout", "tensor_model_parallel_size"),
-    "parts of any size": (lie(tensor_model_parallel_size=1 << 70), "no-layout", "tensor_model_parallel_size"),
+    **{f"parts {value!r}": (lie(tensor_model_parallel_size=value), "no-layout", "tensor_model_parallel_size")
+       for value in ("left out", "2", True, 0, 1 << 70)},
     "another size": (lie(hidden_size=16), "wrong-shape", "args says"),
     "more layers": (lie(num_layers=5), "missing-layers", "4 layers"),
     "args of nothing": (with_args(None), "no-layout", "mp_rank_00_000"),
