@@ -137,11 +137,15 @@ class Numbering:
         ranks, count, expected = self.mesh.experts, self._experts_per_rank, self._arguments["num_experts"]
         for (rank, _, module), numbers in self._experts.items():
             if len(numbers) < count:
-                fault = f"has experts {names(sorted(numbers))} in {rank}; others have {count}, numbered from 0 on"
-                faults.add(f"{module!r:.200}", fault, code="missing-experts")
+                faults.add(
+                    f"{module!r:.200}", f"has experts {names(sorted(numbers))} in {rank}; others have {count}",
+                    code="missing-experts",
+                )  # fmt: skip
         if count and expected not in {None, ranks * count}:
-            fault = f"has {count} experts in each of {ranks} expert-parallel ranks; args say num_experts {expected}"
-            faults.add("the model", fault, code="missing-experts")
+            faults.add(
+                "the model", f"has {count} experts in each of {ranks} ranks; args say num_experts {expected}",
+                code="missing-experts",
+            )  # fmt: skip
 
     def _count_layers(self, faults: Faults) -> None:
         """Number the layers of each stack on."""
@@ -174,11 +178,11 @@ class Numbering:
         for name, places in self._ends.items():
             is_embedding = f".{name}".endswith(EMBEDDING)
             if min(places) > min(positions) if is_embedding else max(places) < max(positions):
-                where = "behind" if is_embedding else "before"
-                schedule = f"schedules_method {self._arguments['schedules_method']} in args"
-                fault = f"is {where} a layer in the order of stages by {schedule}"
-                hint = "reshard reads stages in turn, interleaved ones, and those of dualpipev"
-                faults.add(f"tensor {name!r:.200}", fault, code="files-disagree", hint=hint)
+                where, schedule = "behind" if is_embedding else "before", self._arguments["schedules_method"]
+                faults.add(
+                    f"tensor {name!r:.200}", f"is {where} a layer by the order of schedules_method {schedule} in args",
+                    code="files-disagree", hint="reshard reads stages in turn, interleaved ones and dualpipev",
+                )  # fmt: skip
 
     def _check_kinds(self, stack: str, faults: Faults) -> None:
         """Compare which layers have experts with the arguments, which shows layers under wrong numbers."""
@@ -186,8 +190,10 @@ class Numbering:
             for layer, of_mlp in layers.items():
                 number = layer + self._first_layers[stack, position]
                 if of_mlp and self._has_experts(number) not in {None, True in of_mlp}:
-                    fault = f"has {'' if True in of_mlp else 'no '}experts; args say the opposite (moe_layer_freq)"
-                    faults.add(f"layer {number}", fault, code="missing-experts")
+                    kind = "experts" if True in of_mlp else "no experts"
+                    faults.add(
+                        f"layer {number}", f"has {kind}; args say the opposite (moe_layer_freq)", code="missing-experts"
+                    )
 
     def _has_experts(self, layer: int) -> bool | None:
         """Return whether the arguments say that a layer has experts; None if unknown."""
