@@ -216,6 +216,11 @@ class Format:
         """Return the paths of further files of metadata, which a plan file notes like those of tensors."""
         return ()
 
+    def owns(self, name: str) -> bool:
+        """Return whether a file of this name belongs to a checkpoint of several files."""
+        own = (part for part in self.parts if part.when.isdisjoint({"alone", "foreign"}))
+        return any(name in part.marks or part.files.fullmatch(name) for part in own)
+
     # --- of what a program has opened with the format's own library ---------------------------------------------
 
     def knows(self, value: object) -> bool:  # noqa: ARG002 -- subclasses use it
@@ -424,6 +429,20 @@ def find(here: Listing, step: int | None = None) -> Found:
     if found is None and not (here.names and all(map(_USUAL.fullmatch, here.names))):
         found = _first(_of_packages(), here)
     return found or _first(others, here) or Found(others[-1], here)
+
+
+def parts_of_several() -> tuple[FileNames, ...]:
+    """Return the names of files of which one alone is no checkpoint, of all formats."""
+    return tuple(part for each in formats() for part in each.parts)
+
+
+def is_of_several(name: str) -> bool:
+    """Return whether a file name is of a checkpoint of several files, or of a set, or its index.
+
+    >>> [is_of_several(name) for name in ("part7.safetensors", "model-00001-of-00001.safetensors", "net.safetensors")]
+    [True, True, False]
+    """
+    return any(each.owns(name) for each in formats())
 
 
 def marked(names: Iterable[str]) -> Format | None:

@@ -115,7 +115,7 @@ def final_name(name: str) -> str:
 
 def _is_weights(name: str) -> bool:
     """Return whether a name is of a file of weights, or of one of several files of a checkpoint."""
-    parts = (part for each in formats() for part in each.parts if not part.when & {"run", "directory"})
+    parts = (part for each in formats() for part in each.parts if part.when.isdisjoint({"run", "directory", "foreign"}))
     return bool(_WEIGHTS.fullmatch(name)) or any(part.files.fullmatch(name) for part in parts)
 
 

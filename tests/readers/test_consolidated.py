@@ -16,7 +16,6 @@ from tensor_parallel import PARAMS, llama, part_of, write_llama
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.core.model import probe
 from reshard.errors import SourceError, StrategyError
 
 if TYPE_CHECKING:
@@ -180,29 +179,16 @@ def test_rules_are_kept_by_plans_and_ledgers(tmp_path: Path) -> None:
     assert reshard.verify(tmp_path / "zarr").equal
 
 
-def test_one_dimension_that_the_table_does_not_know(tmp_path: Path) -> None:
-    """Equal parts are replicas; others may be cut, or have drifted."""
-    write_llama(tmp_path / "same", FULL, change=with_extra(EXTRA[0], None))
-    assert_equal(reshard.open(tmp_path / "same"), {**FULL, "x.lora_a": EXTRA[0]})
-    write_llama(tmp_path / "cut", FULL, change=with_extra(EXTRA[0]))
-    source = reshard.open(tmp_path / "cut")
-    assert set(source.unreadable) == {"x.lora_a"}
-    assert_equal(reshard.open(tmp_path / "cut", layout={"x.*": "split:0"}), {**FULL, "x.lora_a": EXTRA[0]})
-    copied = reshard.open(tmp_path / "cut", layout={"x.*": "copy"})
-    assert (copied["x.lora_a"].compute() == EXTRA[0][:2]).all()
-    assert any("x.lora_a" in line for line in copied.warnings)
-
-
-def test_every_tensor_that_is_guessed_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if there are more tensors than are sampled."""
-    monkeypatch.setattr(probe, "_MOST_READS", 300)
-
-    def change(part: int, state: dict[str, Any]) -> None:
-        state.update({f"x.{number}": tensor(EXTRA[0] + part * (number == 77)) for number in range(100)})
-
-    source = reshard.open(write_llama(tmp_path, FULL, change=change))
-    assert set(source.unreadable) == {"x.77"}
-    assert len(source) == len(FULL) + 99
+@pytest.mark.parametrize("axis", [0, None])
+def test_one_dimension_that_the_table_does_not_know(tmp_path: Path, axis: int | None) -> None:
+    """Equal parts may be replicas, or zeros that are cut: the user says it."""
+    write_llama(tmp_path, FULL, change=with_extra(EXTRA[0], axis))
+    assert set(reshard.open(tmp_path).unreadable) == {"x.lora_a"}
+    rule = "whole" if axis is None else "split:0"
+    assert_equal(reshard.open(tmp_path, layout={"x.*": rule}), {**FULL, "x.lora_a": EXTRA[0]})
+    copied = reshard.open(tmp_path, layout={"x.*": "copy"})
+    assert (copied["x.lora_a"].compute()[:2] == EXTRA[0][:2]).all()
+    assert any("x.lora_a" in line for line in copied.warnings) == (axis == 0)
 
 
 def test_a_strategy_over_the_parts_wins_over_the_table(tmp_path: Path) -> None:

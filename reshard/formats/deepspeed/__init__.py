@@ -10,7 +10,7 @@ from reshard.core.format import Format, Found
 from reshard.core.listing import RunLayout
 from reshard.core.model.findings import Findings, by_opening
 from reshard.formats.deepspeed.names import FILES, MODEL_STATES
-from reshard.kits.parts.rules import rules_over_parts
+from reshard.kits.parts.cuts import rules_over_parts
 from reshard.kits.torch.names import with_trainer_files
 
 if TYPE_CHECKING:

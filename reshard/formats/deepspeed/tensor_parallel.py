@@ -155,10 +155,6 @@ class TensorCuts:
         self._weights = weights
         self._cuts = Cuts(self._recorded.rule, rules, weights)
 
-    def is_known(self, name: str) -> bool:
-        """Return whether the user or the files say how a tensor is cut."""
-        return self._recorded.is_known or self._cuts.is_known(self._weight(name))
-
     def of(self, name: str, shapes: Sequence[Shape]) -> TensorCut:
         """Return how the parts of a tensor make the whole.
 

@@ -143,13 +143,13 @@ def checkpoint_of(
         located = [each.located for each, _ in parts]
         every_name = dict.fromkeys(name for of_part in located for name in of_part)
         sets = {name: [{n: each[name] for n, each in enumerate(located) if name in each}] for name in every_name}
-        joined = join(sets, len(parts), cuts)
+        joined = join(sets, len(parts), cuts.of)
     elif rules:
         raise StrategyError(
             f"{directory} has no tensor-parallel parts", code="self-described", hint="leave the strategy and layout out"
         )
     else:
-        joined = JoinedParts(whole_tensors(part.located), {}, {}, [])
+        joined = JoinedParts(whole_tensors(part.located), {}, {})
     unreadable = {name: reason for each, _ in reversed(parts) for name, reason in each.unreadable.items()}
     unreadable |= joined.unreadable
     every = [each for each, _ in parts]

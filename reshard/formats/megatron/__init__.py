@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reshard.core.format import Format, Found
 from reshard.formats.megatron.names import RANKS, RELEASE, TRACKER
-from reshard.kits.parts.rules import rules_over_parts
+from reshard.kits.parts.cuts import rules_over_parts
 from reshard.kits.torch.names import is_beside_readable, with_trainer_files
 
 if TYPE_CHECKING:
@@ -34,11 +34,10 @@ class Megatron(Format):
 
     def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:
         """See `Format`."""
-        from reshard.formats.megatron.reader import open_megatron, open_release
+        from reshard.formats.megatron.reader import open_megatron
 
-        names = found.here.below(RELEASE).names if found.variant else found.here.names
-        opens = open_release if found.variant else open_megatron
-        return opens(found.place, names, contents=contents, rules=rules_over_parts(options))
+        here = found.here.below(RELEASE) if found.variant else found.here
+        return open_megatron(here.place, here.names, contents=contents, rules=rules_over_parts(options))
 
     def complete(self, found: Found, tree: Directory) -> Findings:
         """See `Format`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from reshard.core.format import Format, Found
 from reshard.core.listing import RANK_DIRECTORY
 from reshard.core.rank_files import EXTENSIONS
+from reshard.formats.ranks.one_of_several import FOREIGN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ class Ranks(AnyFiles):
 
     name = "ranks"
     title = "ranks"
+    parts = FOREIGN
 
     def find(self, here: Listing) -> Found | None:
         """See `Format`. It is the last resort: files of ranks have any names that a pattern matches."""

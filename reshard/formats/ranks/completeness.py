@@ -25,8 +25,8 @@ from reshard.core.records.made import changed_text, made_of
 from reshard.core.storage.base import reading
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, ReshardError, SourceError, Text, names
-from reshard.formats.parts import refuse_directory
 from reshard.formats.ranks.directories import steps_of
+from reshard.formats.ranks.one_of_several import refuse_directory
 from reshard.kits.files import is_save
 from reshard.kits.headers import index_ranks
 from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES, faulty_trainer_file

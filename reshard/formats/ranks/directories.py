@@ -16,8 +16,8 @@ from reshard.core.rank_files import EXTENSIONS, Step, every_file, families_of, i
 from reshard.core.records.logs import leftovers
 from reshard.core.storage.base import similar
 from reshard.errors import Option, SourceError, Text, names
-from reshard.formats.parts import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.one_of_ranks import refuse_parts_of_ranks
+from reshard.formats.ranks.one_of_several import refuse_directory, refuse_one_of_several
 from reshard.kits.files import is_save
 from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES
 from reshard.strategy.names import ranks_text

@@ -19,9 +19,9 @@ from reshard.core.records.made import changed_text
 from reshard.core.storage.base import COPY_AGAIN, reading
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, SourceError, Text, UsageError, joined
-from reshard.formats.parts import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.directories import rank_files
 from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks
+from reshard.formats.ranks.one_of_several import refuse_directory, refuse_one_of_several
 from reshard.formats.ranks.reader import lone_rank, one_stage, refuse_other_strategy, with_rules
 from reshard.kits.headers import index_ranks
 from reshard.kits.indexes import check_members, read_index, set_indexes

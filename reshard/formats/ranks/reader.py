@@ -11,7 +11,7 @@ from reshard.core.rank_files import rank_of
 from reshard.core.records.made import made_of
 from reshard.core.storage.places import as_place
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text, UsageError, names
-from reshard.formats.parts import is_later_part
+from reshard.formats.ranks.one_of_several import is_later_part
 from reshard.strategy.names import ALL_STAGES, check_layouts, matching, ranges_text, ranks_text
 from reshard.strategy.strategy import Strategy
 

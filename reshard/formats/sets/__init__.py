@@ -11,7 +11,7 @@ from reshard.core.listing import FileNames, Listing, OpenOptions
 from reshard.core.model.findings import doubted, of_error
 from reshard.errors import Option, SourceError, Text
 from reshard.formats.ranks import AnyFiles
-from reshard.kits.indexes import read_index, set_indexes, set_word
+from reshard.kits.indexes import HYPER_FILES, SET_INDEX, read_index, set_indexes, set_word
 from reshard.kits.torch.names import with_trainer_files
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ PARTS = FileNames(
 )
 """Recognised by short names, which a rank's only file may have too."""
 
+_OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|model\.safetensors")
+
 
 class Set(AnyFiles):
     """A set with an index."""
@@ -53,6 +55,10 @@ class Set(AnyFiles):
         """See `Format`."""
         indexes = set_indexes(here.names)
         return Found(self, here, indexes) if indexes and set_word(indexes[0]) == self.name else None
+
+    def owns(self, name: str) -> bool:
+        """See `Format`. A set of one file, and its index, count."""
+        return super().owns(name) or name in HYPER_FILES or bool(SET_INDEX.fullmatch(name) or _OF_A_SET.fullmatch(name))
 
     def files_by_rank(self, found: Found, options: OpenOptions) -> Mapping[int, Sequence[Place]]:
         """See `Format`. All are of one rank."""

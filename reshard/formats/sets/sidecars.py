@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from reshard.core.format import is_of_several
 from reshard.core.model.objects import contents
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small
 from reshard.errors import SourceError, bytes_text, names
 from reshard.expressions.model_config import with_dtypes, without_quantization
-from reshard.formats.parts import is_of_a_set
 from reshard.kits.indexes import MODEL_CONFIG
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def sidecar_names(source: Checkpoint) -> list[str]:
 def shard_size(source: Checkpoint) -> int:
     """Return the most bytes of tensors in a file of a set of several files, or of a store made of one; 0 for others."""
     first, _ = _first(source)
-    weights = [file for _, file in first.stored_files if is_of_a_set(as_place(file.path).name)]
+    weights = [file for _, file in first.stored_files if is_of_several(as_place(file.path).name)]
     if first.extras.described_by or first.strategy or len(weights) < 2:
         return first.extras.shard_size
     return max(sum(entry.nbytes for entry in file.index.entries.values() if entry.text is None) for file in weights)

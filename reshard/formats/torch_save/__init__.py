@@ -12,10 +12,10 @@ from reshard.core.format import Format, Found, options_refused
 from reshard.core.listing import RANK_DIRECTORY, Listing
 from reshard.core.rank_files import EXTENSIONS
 from reshard.errors import SourceError
-from reshard.formats.parts import refuse_one_of_several
+from reshard.formats.ranks.one_of_several import refuse_one_of_several
 from reshard.formats.torch_save.names import CONSOLIDATED, PARTS, SAVED_SET, SAVES
 from reshard.kits.files import is_known, is_save
-from reshard.kits.parts.rules import rules_over_parts
+from reshard.kits.parts.cuts import rules_over_parts
 from reshard.kits.torch.names import SAVE_EXTENSIONS, TRAINER_FILES, is_beside_readable, with_trainer_files
 
 if TYPE_CHECKING:

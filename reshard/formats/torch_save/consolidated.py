@@ -63,14 +63,14 @@ def open_consolidated(
     sizes = _sizes(directory / _PARAMS) if _PARAMS in listing else {}
     parts, unreadable = _parts(files)
     cuts = Cuts(lambda name: _rule(name, parts, len(files), sizes), rules, [*parts, *unreadable])
-    joined = join({name: [of_name] for name, of_name in parts.items()}, len(files), cuts)
+    joined = join({name: [of_name] for name, of_name in parts.items()}, len(files), cuts.of)
     prefix = next((name.removesuffix(_EMBEDDING) for name in parts if f".{name}".endswith(f".{_EMBEDDING}")), "")
     _check_layers(directory, [*parts, *unreadable], prefix, sizes)
     by_table = {name: tensor for name, tensor in joined.tensors.items() if not cuts.is_ruled(name)}
     _check_sizes(directory, by_table, prefix, sizes)
     joined.unreadable.update(unreadable)
     return opened(
-        directory, [(part, read.file) for part, read in enumerate(files)], joined,
+        directory, [read.file for read in files], joined,
         objects={name: kind for read in files for name, kind in read.objects.items()}, rules=rules, contents=contents,
     )  # fmt: skip
 

@@ -13,7 +13,6 @@ Sources: verl `utils/checkpoint/fsdp_checkpoint_manager.py` (01ee5e0), PyTorch 2
 
 from __future__ import annotations
 
-from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -31,8 +30,7 @@ from reshard.formats.torch_save.names import SAVES
 from reshard.kits.torch.dtensors import Tensors, is_tensor
 from reshard.kits.torch.file import NAME, FileTensor, TorchFile
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe
-from reshard.kits.training.arguments import RANK_SIZES
-from reshard.kits.training.pickled import stated_in
+from reshard.kits.training.arguments import RANK_SIZES, stated_in
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
@@ -150,10 +148,7 @@ def open_only(directory: Place, name: str, *, contents: bool | Literal["blocks"]
 def _refuse_rank(saved: TorchFile) -> None:
     """Refuse a file of Megatron-LM whose arguments say that it is of one of several ranks."""
     values = saved.value.items() if isinstance(saved.value, Pairs) else ()
-    args = next((value for key, value in values if key == "args"), None)
-    stated: Mapping[str, object] = {}
-    with suppress(SourceError):  # other programs save args, too
-        stated = stated_in(args)
+    stated = stated_in(next((value for key, value in values if key == "args"), None))
     if any(isinstance(size := stated.get(name), int) and size > 1 for name in RANK_SIZES):
         raise SourceError(
             f"{saved.path} is of one of several ranks, according to its args",

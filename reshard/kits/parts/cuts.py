@@ -10,24 +10,26 @@ tensor. The axis follows from the layer, so from the name. A rule is a text, as 
 * `gate-and-up`: each part is its gate and its up projection one after the other, and so is the whole tensor;
 * `copy`: as `whole`, but the values may differ.
 
-Sources: Megatron-LM `megatron/core/tensor_parallel/layers.py` and `megatron/legacy/model`, Meta's `llama/model.py`.
+Sources: Megatron-LM `megatron/core/tensor_parallel/layers.py`, Meta's `llama/model.py`.
 """
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.layout.block import Block, is_possible, shape_text
 from reshard.core.layout.layout import Layout
 from reshard.errors import LayoutError, Option, SourceError, StrategyError, Text
+from reshard.strategy.files import read_strategy
 from reshard.strategy.names import check_layouts, matching
+from reshard.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
+    from reshard.core.listing import OpenOptions
 
 COLUMNS, ROWS, WHOLE = "split:0", "split:1", "whole"
 
@@ -47,36 +49,14 @@ LLAMA: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Endings of names in Meta's files by rule. The embedding is cut along another axis since Llama 3."""
 
-MEGATRON: Mapping[str, tuple[str, ...]] = {
-    COLUMNS: (
-        "word_embeddings.weight", ".output_layer.weight", ".word_embeddings_for_head.weight",
-        ".linear_qkv.weight", ".linear_qkv.bias", ".query_key_value.weight", ".query_key_value.bias",
-        ".linear_q.weight", ".linear_q.bias", ".linear_kv.weight", ".linear_kv.bias",
-        "_attention.query.weight", "_attention.query.bias", "_attention.key_value.weight", "_attention.key_value.bias",
-        ".linear_q_proj.weight", ".linear_q_up_proj.weight", ".linear_kv_up_proj.weight",
-        ".linear_fc1.weight", ".linear_fc1.bias", ".dense_h_to_4h.weight", ".dense_h_to_4h.bias",
-    ),
-    ROWS: (".linear_proj.weight", "attention.dense.weight", ".linear_fc2.weight", ".dense_4h_to_h.weight"),
-    WHOLE: (
-        "norm.weight", "norm.bias", ".layer_norm_weight", ".layer_norm_bias",
-        ".linear_proj.bias", "attention.dense.bias", ".linear_fc2.bias", ".dense_4h_to_h.bias",
-        "position_embeddings.weight", "tokentype_embeddings.weight",
-        ".router.weight", ".router.expert_bias", ".shared_experts.gate_weight",
-    ),
-}  # fmt: skip
-"""Endings of names in files of Megatron-LM by rule, of Megatron-Core and of before."""
-
-_NUMBERED_EXPERT = re.compile(r"(?<=\.weight)\d{1,9}\Z|(?<=\.bias)\d{1,9}\Z")  # as Transformer Engine groups them
-
 
 def rule_in(table: Mapping[str, tuple[str, ...]], name: str) -> str | None:
     """Return the rule of a name in a table of endings, or None.
 
-    >>> rule_in(MEGATRON, "decoder.layers.0.mlp.linear_fc2.weight"), rule_in(LLAMA, "output.weight")
-    ('split:1', 'split:0')
+    >>> rule_in(LLAMA, "output.weight"), rule_in(LLAMA, "input.weight")
+    ('split:0', None)
     """
-    dotted = f".{_NUMBERED_EXPERT.sub('', name)}"
-    return next((rule for rule, endings in table.items() if dotted.endswith(endings)), None)
+    return next((rule for rule, endings in table.items() if f".{name}".endswith(endings)), None)
 
 
 class CutPiece(NamedTuple):
@@ -98,11 +78,6 @@ class TensorCut(NamedTuple):
     shape: Shape
     rule: str
     pieces: tuple[tuple[CutPiece, ...], ...]
-
-    @property
-    def is_cut(self) -> bool:
-        """Return whether any part lacks something of the whole tensor."""
-        return any(len(of_part) > 1 or of_part[0].block.shape != self.shape for of_part in self.pieces)
 
 
 class Cuts:
@@ -130,54 +105,35 @@ class Cuts:
         """Return whether the user says how a tensor is cut."""
         return name in self._ruled
 
-    def is_known(self, name: str) -> bool:
-        """Return whether the user or the table says how a tensor is cut."""
-        return name in self._ruled or self._table(name) is not None
-
     def of(self, name: str, shapes: Sequence[Shape]) -> TensorCut:
-        """Return how the parts of a tensor make the whole.
-
-        If no rule is known, several parts of more than one dimension are refused. Others are taken for replicas, which
-        the caller has to compare.
-
-        Args:
-            name: the name of the tensor.
-            shapes: the shape of each part.
+        """Return how parts of these shapes make a tensor.
 
         Raises:
-            SourceError: it is unknown how the tensor is cut, or its parts do not fit together.
+            SourceError: no rule is known and there are several parts, or they do not fit together.
             StrategyError: a rule of the user does not fit the parts.
         """
         pattern, rule = self._ruled.get(name, ("", ""))
         if pattern and (shapes[0] or name == pattern or rule == COPY):  # a glob that cuts does not apply to scalars
             try:
                 return cut_by(rule, tuple(shapes))
-            except (LayoutError, SourceError) as error:
+            except SourceError as error:
                 about = error.about(Option("layout", pattern, rule), f": tensor {name!r}")
                 raise StrategyError(about.message, code=error.code, facts=error.facts, hint=error.hint) from None
         table_rule = self._table(name)
-        if table_rule is None and len(shapes) > 1 and max(map(len, shapes)) > 1:
+        if table_rule is None and len(shapes) > 1 and any(shapes):
             raise SourceError(
                 Text("is in parts, and nothing says how it is cut; give ", Option("layout", "NAME", "RULE")),
                 code="no-layout",
             )
-        try:
-            return cut_by(table_rule or WHOLE, tuple(shapes))
-        except LayoutError as error:
-            raise SourceError(error.message, code=error.code) from None
+        return cut_by(table_rule or WHOLE, tuple(shapes))
 
 
 @lru_cache(maxsize=1 << 10)  # layers are alike
 def cut_by(rule: str, shapes: tuple[Shape, ...]) -> TensorCut:
-    """Return how parts make a whole tensor by a rule.
-
-    Args:
-        rule: see above.
-        shapes: the shape of each part.
+    """Return how parts of these shapes make a whole tensor by a rule.
 
     Raises:
-        LayoutError: it is not a rule for such parts.
-        SourceError: the shapes differ.
+        SourceError: it is not a rule for such parts, or their shapes differ.
 
     >>> [str(piece.block) for part in cut_by("gate-and-up", ((4, 3), (4, 3))).pieces for piece in part]
     ['[0:2, 0:3]', '[4:6, 0:3]', '[2:4, 0:3]', '[6:8, 0:3]']
@@ -218,3 +174,26 @@ def _gate_and_up(part: Shape, count: int) -> TensorCut:
         for number in range(count)
     )
     return TensorCut(shape, GATE_AND_UP, tuple(pieces))
+
+
+def rules_over_parts(options: OpenOptions) -> Mapping[str, str] | None:
+    """Return how the user says that tensor-parallel parts are cut, as rules over the parts; None for nothing.
+
+    Layouts win over the strategy, whose devices are the parts.
+
+    Raises:
+        StrategyError: the strategy cannot be read, or a layout cannot be written as a rule.
+    """
+    strategy, layouts = options.strategy, options.layouts
+    if strategy is None:
+        return dict(layouts) if layouts else None
+    if not isinstance(strategy, Strategy):
+        strategy = read_strategy(strategy)
+    rules = {}
+    for name, (placed, *_) in strategy.tensors.items():
+        rules[name] = placed.layout.rule
+        if placed.expanded or placed.layout.param_split_shape or placed.layout.field:
+            raise StrategyError(
+                f"the layout of {name!r} is uneven, interleaved or of an unknown shape", code="unsupported-layout"
+            )
+    return {**rules, **layouts}

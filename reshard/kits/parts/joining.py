@@ -13,10 +13,10 @@ from reshard.core.model.probe import compare_contents
 from reshard.core.model.reshape import part_extent
 from reshard.core.model.table import Blocks, common_dtype, nothing_readable
 from reshard.errors import Faults, Option, SourceError, StrategyError, Text, names
-from reshard.kits.parts.cuts import COPY
+from reshard.kits.parts.cuts import WHOLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import SourceFile, Tensor
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 TABLE = "the table of names"
 """What describes the blocks: `Extras.described_by`."""
-
-_MOST_GUESSED = 1 << 12
-_COMPARED = 128  # guessed tensors at a time, so that all of them are sampled, also at URLs
 
 
 class StoredPart(Protocol):
@@ -47,16 +44,6 @@ class StoredPart(Protocol):
         """Yield its blocks, each with the extent of its bytes."""
 
 
-class PartCuts(Protocol):
-    """How the tensors of a checkpoint are cut; see `cuts.Cuts`."""
-
-    def is_known(self, name: str) -> bool:
-        """Return whether a rule says how a tensor is cut."""
-
-    def of(self, name: str, shapes: Sequence[Shape]) -> TensorCut:
-        """Return how parts of these shapes make the whole tensor."""
-
-
 class JoinedParts(NamedTuple):
     """Tensors joined from parts.
 
@@ -64,53 +51,47 @@ class JoinedParts(NamedTuple):
         tensors: the tensors by name.
         unreadable: the names of tensors that cannot be joined, with the reason.
         ruled: the rules of the tensors that are cut, or differ by rank.
-        guessed: the names of tensors that are taken for replicas, though no rule says so.
     """
 
     tensors: dict[str, Tensor]
     unreadable: dict[str, str]
     ruled: dict[str, str]
-    guessed: list[str]
 
-    def and_further(self, other: JoinedParts) -> JoinedParts:
-        """Return these tensors, and those of others."""
-        return JoinedParts(
-            self.tensors | other.tensors, self.unreadable | other.unreadable, self.ruled | other.ruled,
-            self.guessed + other.guessed,
-        )  # fmt: skip
+    def __or__(self, other: JoinedParts) -> JoinedParts:
+        """Return the tensors of both."""
+        return JoinedParts(self.tensors | other.tensors, self.unreadable | other.unreadable, self.ruled | other.ruled)
 
 
-def join(sets: Mapping[str, Sequence[Mapping[int, StoredPart]]], count: int, cuts: PartCuts) -> JoinedParts:
+def join(
+    sets: Mapping[str, Sequence[Mapping[int, StoredPart]]],
+    count: int,
+    cut_of: Callable[[str, Sequence[Shape]], TensorCut],
+) -> JoinedParts:
     """Join the parts of each tensor.
 
     Args:
         sets: the parts of each tensor by number. A tensor of several pipeline stages has several sets of parts, which
             are replicas.
         count: the number of parts.
-        cuts: how the tensors are cut.
+        cut_of: returns how parts of these shapes make a tensor, by its name; see `cuts.Cuts.of`.
 
     Raises:
         StrategyError: a rule of the user does not fit a tensor.
     """
     block_list = Blocks()
-    result = JoinedParts({}, {}, {}, [])
+    result = JoinedParts({}, {}, {})
     for name, of_stages in sets.items():
         try:
             complete = [_complete(parts, count) for parts in of_stages]
-            cut = cuts.of(name, [part.shape for part in complete[0]])
+            cut = cut_of(name, [part.shape for part in complete[0]])
             result.tensors[name] = _tensor(name, complete, cut, block_list)
-            if cut.is_cut or cut.rule == COPY:
+            if cut.rule != WHOLE:
                 result.ruled[name] = cut.rule
-            elif count > 1 and not cuts.is_known(name):
-                result.guessed.append(name)
         except StrategyError:
             raise
         except SourceError as error:
             result.unreadable[name] = error.message
-    for name in result.guessed[_MOST_GUESSED:]:
-        del result.tensors[name]
-        result.unreadable[name] = f"is one of more than {_MOST_GUESSED:,} tensors that no rule is for"
-    return result._replace(guessed=result.guessed[:_MOST_GUESSED])
+    return result
 
 
 def _complete(parts: Mapping[int, StoredPart], count: int) -> list[StoredPart]:
@@ -165,9 +146,7 @@ def check_shapes(
     faults = Faults(str(root))
     for name, shape in expected.items():
         actual: Shape = tensors[name].spec.shape
-        if len(actual) != len(shape) or any(
-            size not in {None, extent} for size, extent in zip(shape, actual, strict=True)
-        ):
+        if len(actual) != len(shape) or any(size not in {None, actual[axis]} for axis, size in enumerate(shape)):
             expected_text = ", ".join("?" if size is None else str(size) for size in shape)
             fault = f"is {shape_text(actual)} by its parts; {said_by} says [{expected_text}]"
             faults.add(f"tensor {name!r}", fault, code="wrong-shape")
@@ -176,12 +155,11 @@ def check_shapes(
 
 def opened(
     root: Place,
-    files: Sequence[tuple[int, SourceFile]],
+    files: Sequence[SourceFile],
     parts: JoinedParts,
     *,
     objects: Mapping[str, str],
     rules: Mapping[str, str] | None,
-    warnings: Sequence[str] = (),
     contents: bool | Literal["blocks"],
     arguments: Mapping[str, object] | None = None,
 ) -> Checkpoint:
@@ -189,11 +167,10 @@ def opened(
 
     Args:
         root: the directory.
-        files: the rank and the record of each file.
+        files: the files, one of each rank.
         parts: the tensors.
         objects: the names of values that are not read, described.
         rules: the user's rules.
-        warnings: remarks for the user.
         contents: compare samples.
         arguments: what the files state of the training.
 
@@ -202,14 +179,10 @@ def opened(
     """
     if not parts.tensors:
         raise SourceError(f"{root}: {nothing_readable(parts.unreadable)}", code="no-tensors")
-    unread = {
-        name: Object(problem=kind)
-        for name, kind in objects.items()
-        if name not in parts.tensors and name not in parts.unreadable
-    }
+    known = parts.tensors.keys() | parts.unreadable.keys()
+    unread = {name: Object(problem=kind) for name, kind in objects.items() if name not in known}
     checkpoint = Checkpoint(
-        str(root), parts.tensors, tuple(file for _, file in files), tuple(rank for rank, _ in files),
-        warnings=tuple(warnings), unreadable=parts.unreadable,
+        str(root), parts.tensors, tuple(files), tuple(range(len(files))), unreadable=parts.unreadable,
         extras=Extras(TABLE, objects=unread, arguments=arguments or {}), opening=Opening(rules=rules or {}),
     )  # fmt: skip
     return with_replicas_compared(checkpoint, parts, contents=contents)
@@ -223,21 +196,10 @@ def with_replicas_compared(
     Raises:
         SourceError: every part has all of a tensor that is cut.
     """
-    wrong_guesses = _differing(checkpoint, parts.guessed) if contents is True else {}
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in wrong_guesses}
-    compared = compare_contents(replace(checkpoint, tensors=tensors), parts.ruled, contents=contents)
+    compared = compare_contents(checkpoint, parts.ruled, contents=contents)
     differing = {
         name: Text(reason, "; give its rule with ", Option("layout", "NAME", "RULE"))
-        for name, reason in {**compared.unreadable, **wrong_guesses}.items()
+        for name, reason in compared.unreadable.items()
         if name in parts.tensors
     }
     return replace(compared, unreadable={**compared.unreadable, **differing})
-
-
-def _differing(checkpoint: Checkpoint, names: Sequence[str]) -> Mapping[str, str]:
-    """Return which tensors differ between the parts, with the reason."""
-    result: dict[str, str] = {}
-    for begin in range(0, len(names), _COMPARED):
-        group = {name: checkpoint.tensors[name] for name in names[begin : begin + _COMPARED]}
-        result |= compare_contents(replace(checkpoint, tensors=group, unreadable={}), {}).unreadable
-    return result

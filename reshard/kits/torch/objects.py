@@ -23,7 +23,7 @@ from reshard.kits.torch.archive import Damaged, checked_records
 from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.kits.torch.tensors import PickleBytes, rebuilt
-from reshard.kits.training.pickled import known
+from reshard.kits.training.arguments import known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.core.format import marked
+from reshard.core.format import is_of_several, marked, parts_of_several
 from reshard.core.listing import RANK_PATTERN, Listing
 from reshard.core.model.digests import digest
 from reshard.core.model.entries import SomeFiles
@@ -36,7 +36,6 @@ from reshard.core.storage.places import as_place, can, store_at
 from reshard.core.storage.small import is_within
 from reshard.core.storage.urls.clients import in_s3
 from reshard.errors import Option, SourceError, TargetError, Text, names
-from reshard.formats.parts import all_parts, is_of_a_set
 from reshard.kits.indexes import SET_INDEX, set_indexes
 from reshard.strategy.strategy import Strategy
 
@@ -181,7 +180,7 @@ def neighbours(plan: Plan, target: Place, older: Collection[str] = ()) -> tuple[
             path
             for path in _checkpoint_files(target)
             if path not in ranks and path not in older and not own_pattern.fullmatch(path)
-            if not (has_index and is_of_a_set(path))  # rejected by `check_target`
+            if not (has_index and is_of_several(path))  # rejected by `check_target`
             if not (has_step and Step.of([target / path]))  # of the same training
         ]
     if hiding or foreign:
@@ -202,7 +201,9 @@ def _checkpoint_files(target: Place) -> list[str]:
     by_name = [p for p, path in places.items() if re.fullmatch(r"(rank_\d+/)?[^/]+", p) and is_checkpoint_name(path)]
     direct = sorted(name for name in places if "/" not in name)
     here = Listing(target, direct)
-    by_directory = [each.shown_by(here) for each in all_parts() if "alone" not in each.when or "foreign" in each.when]
+    by_directory = [
+        each.shown_by(here) for each in parts_of_several() if "alone" not in each.when or "foreign" in each.when
+    ]
     return sorted({*by_name, *filter(None, by_directory)})
 
 
@@ -297,4 +298,4 @@ def _is_below(root: str, path: str) -> bool:
 def _indexes_first(path: str) -> bool:
     """Return a sort key that puts indexes first: an index marks a set as complete."""
     name = os.path.basename(path)
-    return not (SET_INDEX.fullmatch(name) or any(name in each.marks for each in all_parts()))
+    return not (SET_INDEX.fullmatch(name) or any(name in each.marks for each in parts_of_several()))

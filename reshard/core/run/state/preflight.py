@@ -16,7 +16,7 @@ from enum import Enum
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard.core.format import targets
+from reshard.core.format import is_of_several, targets
 from reshard.core.model.entries import SomeFiles
 from reshard.core.plan.plan import changes_digest, file_digests
 from reshard.core.records.logs import DIRECTORY, Record
@@ -31,7 +31,6 @@ from reshard.core.storage.small import is_within, refuse_inputs
 from reshard.core.storage.threads import map_ordered
 from reshard.core.storage.urls.remote import REQUESTS
 from reshard.errors import Option, TargetError, Text, names
-from reshard.formats.parts import is_of_a_set
 from reshard.kits.files import check_name
 
 if TYPE_CHECKING:
@@ -377,7 +376,7 @@ def _check_one_set(plan: Plan, root: str, directory: str, older: Collection[str]
     entries: list[str] = []
     with suppress(OSError):  # it does not exist yet, or is writable but not listable
         entries = os.listdir(directory) if can(root).positioned else _files_at(directory)
-    foreign = sorted(name for name in entries if is_of_a_set(name) and f"{directory}/{name}" not in planned)
+    foreign = sorted(name for name in entries if is_of_several(name) and f"{directory}/{name}" not in planned)
     if foreign:
         raise TargetError(
             f"{directory} has {names(foreign, most=3)} of another set",

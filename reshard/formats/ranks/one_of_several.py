@@ -1,8 +1,7 @@
 """Refuse one file of several, which would pass for whole tensors.
 
 A block, a shard of a set and a file of whole tensors have similar contents. Before any header is read, they are told
-apart by unique file names, and by the first bytes of files whose names other programs use, too: each format has such
-names (`FileNames`), and so have programs whose files are not read.
+apart by unique file names, and by the first bytes of files whose names other programs use, too (`FileNames`).
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from reshard.core.format import formats
+from reshard.core.format import parts_of_several
 from reshard.core.listing import FileNames, Listing
 from reshard.errors import SourceError, names
-from reshard.kits.indexes import HYPER_FILES, SET_INDEX, files_beside
+from reshard.kits.indexes import files_beside
 from reshard.siblings import siblings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from reshard.core.storage.places import Place
     from reshard.siblings import Siblings
@@ -27,52 +26,28 @@ _NUMBERED = re.compile(
     r"(?P<before>.*_part(?=\d+\.\w+\Z)|(?:.*_)?mp_rank_|consolidated\.)(?P<number>\d+)(?P<after>.*)", re.DOTALL
 )
 _ORIGINAL = "convert the Hugging Face model that it was made from"
-_ALONE, _ALWAYS = frozenset({"foreign", "alone"}), frozenset({"foreign"})
+_ALONE = frozenset({"foreign", "alone"})
 FOREIGN = (
     FileNames(
         re.compile(r"model-rank-\d+-part-\d+\.safetensors"), "is of the sharded state of vLLM, which is not read",
-        _ORIGINAL, code="unsupported-format", when=_ALWAYS,
+        _ORIGINAL, code="unsupported-format", when=frozenset({"foreign"}),
     ),
     FileNames(
         re.compile(r"rank\d+\.engine"), "is of a model for TensorRT-LLM, which is not read", _ORIGINAL,
-        {"config.json": re.compile(rb'"mapping"\s*:\s*\{[^{}]*"world_size"')}, "unsupported-format", _ALWAYS,
+        {"config.json": re.compile(rb'"mapping"\s*:\s*\{[^{}]*"world_size"')}, "unsupported-format",
+        frozenset({"foreign"}),
     ),
     FileNames(
         re.compile(r".+\.gguf", re.DOTALL), "is a GGUF file of llama.cpp, which is not read", _ORIGINAL,
         code="unsupported-format", when=_ALONE,
     ),
     FileNames(
-        re.compile(r".+\.npy", re.DOTALL), "is a file of NumPy, which is not read",
-        'in Python: reshard.write({"NAME": numpy.load("FILE.npy")}, "TARGET.safetensors")', code="unsupported-format",
-        when=_ALONE,
-    ),
-    FileNames(
-        re.compile(r".+\.npz", re.DOTALL), "is a file of NumPy, which is not read",
-        'in Python: reshard.write(dict(numpy.load("FILE.npz")), "TARGET.safetensors")', code="unsupported-format",
-        when=_ALONE,
+        re.compile(r".+\.np[yz]", re.DOTALL), "is a file of NumPy, which is not read",
+        'load it with NumPy, and in Python: reshard.write({"NAME": array}, "TARGET.safetensors")',
+        code="unsupported-format", when=_ALONE,
     ),
 )  # fmt: skip
 """Files of other programs that are not read; next to a checkpoint, some are ignored."""
-
-
-def all_parts() -> tuple[FileNames, ...]:
-    """Return the names of which one file alone is no checkpoint: of programs that are not read, and of all formats."""
-    return (*FOREIGN, *(each for format_ in formats() for each in format_.parts))
-
-
-_OF_A_SET = re.compile(r"(?:.+[-_.])?\d{5,}-of-\d{5,}\.(?:safetensors|ckpt)|model\.safetensors")
-
-
-def is_of_a_set(name: str) -> bool:
-    """Return whether a file name is of a checkpoint of several files, or of a set, or its index.
-
-    >>> [is_of_a_set(name) for name in ("part7.safetensors", "model-00001-of-00001.safetensors", "net.safetensors")]
-    [True, True, False]
-    """
-    if name in HYPER_FILES or SET_INDEX.fullmatch(name) or _OF_A_SET.fullmatch(name):
-        return True
-    own = (each for each in all_parts() if each.when.isdisjoint({"alone", "foreign"}))
-    return any(name in each.marks or each.files.fullmatch(name) for each in own)
 
 
 def is_later_part(path: str) -> bool:
@@ -97,7 +72,7 @@ def refuse_directory(directory: Place, names: Iterable[str], *accepted: str) -> 
         SourceError: it contains such files.
     """
     here = Listing(directory, sorted(names))
-    for each in all_parts():
+    for each in parts_of_several():
         if each.when.isdisjoint(accepted) and (name := each.shown_by(here)):
             raise SourceError(f"{directory / name} {each.problem}", code=each.code, hint=each.advice)
 
@@ -129,7 +104,7 @@ def _refuse_one_of_several(path: Place) -> None:
             )
         return
     parts = _numbered_alike(path.name, siblings)
-    for each in all_parts():
+    for each in parts_of_several():
         marks = [name for name in each.marks if name in siblings.names]
         if name := each.shown_by(Listing(directory, [path.name, *parts, *marks])):
             subject = path if name == path.name else f"{name} next to {path}"
@@ -138,11 +113,12 @@ def _refuse_one_of_several(path: Place) -> None:
     above = directory
     is_part = bool(match and (parts or int(match["number"])))
     others = list(parts)
-    for of_rank, pattern in _ranks_in(directory.name):
-        is_part, above = any(int(number) for number in of_rank.groups("0")), directory.parent
-        ranks = [name for name in siblings_of(above).names if pattern.fullmatch(name)]
-        is_part = is_part or len(ranks) > 1
-        others = [f"{rank}/{path.name}" for rank in sorted(ranks) if rank != directory.name]
+    for each in parts_of_several():
+        if "directory" in each.when and (of_rank := each.files.fullmatch(directory.name)):
+            above = directory.parent
+            ranks = siblings_of(above).matching(each.files)
+            is_part = len(ranks) > 1 or any(map(int, of_rank.groups("0")))
+            others = [f"{rank}/{path.name}" for rank in sorted(ranks) if rank != directory.name]
     if is_part:
         raise SourceError(
             f"{path} is one of several parts of a checkpoint, by its name",
@@ -150,13 +126,6 @@ def _refuse_one_of_several(path: Place) -> None:
             facts=[f"others are {names(others, most=3)}"] if others else [],
             hint=f"open {above}, or rename a file that has all of the checkpoint",
         )
-
-
-def _ranks_in(name: str) -> Iterator[tuple[re.Match[str], re.Pattern[str]]]:
-    """Yield how the name of a directory says that it is of one rank."""
-    for each in all_parts():
-        if "directory" in each.when and (match := each.files.fullmatch(name)):
-            yield match, each.files
 
 
 def _numbered_alike(name: str, siblings: Siblings) -> list[str]:
