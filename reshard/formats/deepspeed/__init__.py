@@ -41,7 +41,7 @@ class DeepSpeed(Format):
 
     def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:
         """See `Format`."""
-        from reshard.formats.deepspeed.zero_checkpoint import open_zero
+        from reshard.formats.deepspeed.checkpoint import open_zero
 
         return open_zero(found.place, found.here.names, contents=contents, rules=rules_over_parts(options))
 

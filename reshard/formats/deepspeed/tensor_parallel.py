@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from reshard.core.layout.axes import row_major
 from reshard.core.layout.block import LONGEST_NAME, Block, is_possible, shape_text
 from reshard.errors import Option, SourceError, Text
-from reshard.formats.deepspeed.pickled import optional_table, table, whole_number
+from reshard.formats.deepspeed.model import optional_table, table, whole_number
 from reshard.kits.parts.cuts import COLUMNS, GATE_AND_UP, ROWS, WHOLE, CutPiece, Cuts, TensorCut, cut_by
 from reshard.kits.torch.pickles import Pairs, describe, numbers
 

@@ -1,9 +1,8 @@
 """A Universal Checkpoint of DeepSpeed, which trainings load at any stage of ZeRO and on any number of devices.
 
-`zero/NAME/` has the states of a parameter as whole tensors, each in a file of `torch.save` (`saved_tensors`), in a dict
-with the axis of tensor parallelism (`cutting`). Weights are in the model states (`model_states`), of which there are
-two files: one for ZeRO stages 1 and 2, and one for stage 3. Other values of the source are carried as the instructions
-of their pickles (`instructions`).
+`zero/NAME/` has the states of a parameter as whole tensors, each in a file of `torch.save`, in a dict with the axis of
+tensor parallelism (`parameters`). Weights are in the model states, of which there are two files: one for ZeRO stages 1
+and 2, and one for stage 3 (`carried`). Other values of the source are carried as they were pickled (`values`).
 
 `zero/optimizer_state.pt` and `latest_universal` get their names last. The latter contains `.`: DeepSpeed loads the
 directory as such, or as a tag in its parent.
@@ -23,17 +22,13 @@ from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import as_place
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal
 from reshard.errors import Option, Text, UsageError, names
-from reshard.formats.deepspeed.model import ModelStates
+from reshard.formats.deepspeed.checkpoint import DESCRIBED_BY
+from reshard.formats.deepspeed.model import STEP, ModelStates, optional_table
 from reshard.formats.deepspeed.names import MODEL_STATES, OPTIM_STATES
-from reshard.formats.deepspeed.part import STEP
 from reshard.formats.deepspeed.universal import DIRECTORY, OPTIMIZER
-from reshard.formats.deepspeed.writer.cutting import Cutting
-from reshard.formats.deepspeed.writer.instructions import written
-from reshard.formats.deepspeed.writer.model_states import CarriedModelStates
-from reshard.formats.deepspeed.writer.optimizer import CarriedOptimizer, StepTensor
-from reshard.formats.deepspeed.writer.saved_values import SavedValues
-from reshard.formats.deepspeed.writer.states import number_of, parameter_states
-from reshard.formats.deepspeed.zero_checkpoint import DESCRIBED_BY
+from reshard.formats.deepspeed.writer.carried import CarriedModelStates, CarriedOptimizer, StepTensor
+from reshard.formats.deepspeed.writer.parameters import cutting, number_of, parameter_states
+from reshard.formats.deepspeed.writer.values import SavedValues, entries, written
 from reshard.kits.torch.objects import SavedObjects
 from reshard.kits.torch.saved_tensors import saved_object, saved_tensor, torch_dtype
 
@@ -41,7 +36,6 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Collection, Iterator, Sequence
 
-    from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.plan.budget import Share
     from reshard.core.plan.plan import Request
@@ -55,6 +49,14 @@ TRACKER = "latest_universal"
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _FILE_BYTES, _TENSOR_BYTES = 2500, 500  # resident memory of a file in a plan, and of a tensor in model states
 
+_ROUND_ROBIN = (
+    "the training has round_robin_gradients: load the target without it (DeepSpeed 0.19 puts states of parameters in "
+    "wrong places with it, and says nothing)"
+)
+_UNKNOWN_CUT = (
+    "how tensor parallelism cuts some parameters is not written: load the target without it, or with DeepSpeed's AutoTP"
+)
+_WITHOUT_GROUPS = "has no hyper-parameters; a training that loads the target keeps its own"
 _NEEDED = {"dp_world_size", "mp_world_size", "global_steps", "skipped_steps", "lr_scheduler"}
 """Values of the model states without which DeepSpeed does not load them."""
 
@@ -74,19 +76,23 @@ class UniversalTarget(Target):
             torch_dtype(item.name, item.dtype)
         opened = source.opened
         saved = SavedValues.read(_file_of_rank_0(opened, MODEL_STATES))
-        model = ModelStates.of(saved.file)
+        self._states_of_model = model = ModelStates.of(saved.file, 0)
         self._states = parameter_states(source, items, model.module, faults)
         self._numbers = {name: len(_MODEL_FILES) + number for number, name in enumerate(self._states)}
         steps = [name for name, state in self._states.items() if state.kind == STEP]
         numbers = {name: number_of(source, self._items[name].tensor) for name in steps}
         self._steps = {name: number for name, number in numbers.items() if number is not None}
-        self._wanted: dict[tuple[Shape, tuple[int, ...]], TargetBlocks] = {}
-        dropped = opened.extras.objects.keys() - objects.keys() - _NEEDED
-        self._model = CarriedModelStates(saved, dropped)
-        self._optimizer = _optimizer(opened, self._model)
+        self._model = CarriedModelStates(saved, opened.extras.objects.keys() - objects.keys() - _NEEDED)
+        optimizer = _optimizer(opened, len(model.groups or ()) or 1, self._model.version)
         parameters = dict.fromkeys(self._old_name(state.parameter) for state in self._states.values())
-        self._cutting = Cutting(model, opened.opening.rules, parameters)
-        self._optimizer_file = self._optimizer.saved(self._step(steps[0]) if steps else None)
+        self._entries, is_cut_known = cutting(model, opened.opening.rules, parameters)
+        self._optimizer_file = optimizer.saved(self._step(steps[0]) if steps else None)
+        zero = optional_table(optional_table(model.others, "ds_config"), "zero_optimization")
+        self._remarks = {
+            _ROUND_ROBIN: zero.get("round_robin_gradients") is True,
+            _UNKNOWN_CUT: not is_cut_known,
+            _WITHOUT_GROUPS: not optimizer.has_groups,
+        }
         self.carried = {*objects}
         self.memory: tuple[Share, ...] = (
             ("files of states", _FILE_BYTES * len(self._states)),
@@ -126,17 +132,14 @@ class UniversalTarget(Target):
         if item.name in self._numbers:
             files: tuple[int, ...] = (self._numbers[item.name],)
         else:
-            files = (0, 1) if item.tensor.spec.name in self._model.buffers else (0,)
-        shape = item.tensor.spec.shape
-        if (shape, files) not in self._wanted:
-            self._wanted[shape, files] = TargetBlocks((Block.whole(shape),), (files,))
-        return self._wanted[shape, files]
+            files = (0, 1) if item.tensor.spec.name in self._states_of_model.buffers else (0,)
+        return TargetBlocks((Block.whole(item.tensor.spec.shape),), (files,))
 
     def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:  # noqa: ARG002 -- as in Target
         """Lay out every file."""
         weights = {name: item for name, item in self._items.items() if name not in self._states}
         shapes = {name: (item.dtype, item.tensor.spec.shape) for name, item in weights.items()}
-        buffers = [name for name, item in weights.items() if item.tensor.spec.name in self._model.buffers]
+        buffers = [name for name, item in weights.items() if item.tensor.spec.name in self._states_of_model.buffers]
         result = []
         for path, whole in zip(_MODEL_FILES, (None, buffers), strict=True):
             stored = weights if whole is None else whole
@@ -147,8 +150,8 @@ class UniversalTarget(Target):
             if name in self._steps:
                 layout = literal(saved_object(self._steps[name]))
             else:
-                entries = () if state.kind == STEP else self._cutting.entries(self._old_name(state.parameter))
-                layout = _layout(saved_tensor(item.dtype, item.tensor.spec.shape, entries), [item])
+                beside = () if state.kind == STEP else self._entries[self._old_name(state.parameter)]
+                layout = _layout(saved_tensor(item.dtype, item.tensor.spec.shape, beside), [item])
             result.append(TargetFile(0, f"{DIRECTORY}/{state.parameter}/{state.kind}.pt", layout))
         return (
             *result,
@@ -158,12 +161,9 @@ class UniversalTarget(Target):
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of missing hyper-parameters, of names that are carried as they were, and of what loading needs."""
-        result = [f"{self._source.root}: {remark}" for remark in (*self._model.remarks, *self._cutting.remarks)]
-        if not self._optimizer.has_groups:
-            result.append(
-                f"{self._source.root}: has no hyper-parameters; a training that loads the target keeps its own"
-            )
-        if renamed := [name for name in self._model.parameters if name not in self._items]:
+        result = [f"{self._source.root}: {remark}" for remark, is_true in self._remarks.items() if is_true]
+        trained = [name for group in self._states_of_model.groups or () for name in group]
+        if renamed := [name for name in trained if name not in self._items]:
             result.append(
                 f"{names(renamed, most=3)}: not in the target; what is carried of the model states names them"
             )
@@ -205,17 +205,14 @@ def values_of(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, tuple
         SourceError: the file is not valid, or values are too large.
     """
     saved = SavedValues.read(_file_of_rank_0(checkpoint, MODEL_STATES))
-    values = {name: value for name, value in saved.root.entries.items() if name in names}
-    storages = {name: saved.storages({name: value}) for name, value in values.items()}
-    return {name: (written(value, 2), storages[name]) for name, value in values.items()}
+    values = {name: value for name, value in entries(saved.root).items() if name in names}
+    return {name: (written(value).content, saved.storages({name: value})) for name, value in values.items()}
 
 
-def _optimizer(source: Checkpoint, model: CarriedModelStates) -> CarriedOptimizer:
+def _optimizer(source: Checkpoint, groups: int, version: object) -> CarriedOptimizer:
     """Read what is carried of the optimizer."""
     file = _file_of_rank_0(source, OPTIM_STATES)
-    return CarriedOptimizer(
-        SavedValues.read(file), universal=file.name == OPTIMIZER, groups=max(model.groups, 1), version=model.version
-    )
+    return CarriedOptimizer(SavedValues.read(file), universal=file.name == OPTIMIZER, groups=groups, version=version)
 
 
 def _file_of_rank_0(source: Checkpoint, pattern: re.Pattern[str]) -> Place:

@@ -15,7 +15,7 @@ from reshard.expressions.arithmetic import rounded
 from reshard.expressions.cast import Cast, Number
 from reshard.expressions.computed import computed
 from reshard.expressions.operand import Operand
-from reshard.formats.deepspeed.buffers import MASTERS
+from reshard.formats.deepspeed.model import MASTERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from reshard.core.storage.base import ReadStore, Want
     from reshard.dtypes import DType
     from reshard.expressions.operand import Expression
+    from reshard.formats.deepspeed.model import ModelStates
 
 _SAMPLE = 64  # elements at the beginning and at the end of a tensor
 _MOST_AT_URLS = 256  # tensors
@@ -37,28 +38,40 @@ _WARNING = (
 )
 
 
-def with_computed(
-    checkpoint: Checkpoint, weights: Mapping[str, tuple[str, DType]], numbers: Mapping[str, float]
-) -> Checkpoint:
-    """Return a checkpoint with tensors that are not stored; a weight without a readable master is unreadable.
+def with_computed(checkpoint: Checkpoint, model: ModelStates, numbers: Mapping[str, float]) -> Checkpoint:
+    """Return a checkpoint with the tensors that are not stored.
 
     Args:
         checkpoint: the checkpoint.
-        weights: for each weight, its master, and the dtype to which it is rounded.
+        model: the model states. A weight that is not stored, or not as a whole, is its master, rounded; unreadable
+            without one. Of tied weights one has a master.
         numbers: the values of states that are single numbers.
     """
-    casts: dict[tuple[str, DType], Expression] = {}
-    expressions: dict[str, Expression] = {}
-    unreadable = dict(checkpoint.unreadable)
-    for name, (master, dtype) in weights.items():
-        if master in checkpoint.tensors:
-            expressions[name] = casts.setdefault((master, dtype), Cast(Operand(checkpoint, master), dtype))
+    tensors, unreadable = dict(checkpoint.tensors), dict(checkpoint.unreadable)
+    rounded_to: dict[str, tuple[str, DType]] = {}
+    for name, weight in model.module.items():
+        kept = model.shared.get(name, name)
+        master = f"{MASTERS}.{kept}"
+        whole = tensors.get(master)
+        if name in tensors and (whole is None or tensors[name].spec.shape == whole.spec.shape):
+            continue
+        whole = whole or tensors.get(kept)
+        if whole is None:
+            reason = unreadable.get(master)
+            why = Text(f"is {master!r:.60}, rounded, which ", reason) if reason else "has no master, and is not stored"
+            unreadable.setdefault(name, why)
+            continue
+        unreadable.pop(name, None)
+        if whole.spec.dtype is weight.dtype:
+            tensors[name] = whole._replace(spec=whole.spec._replace(name=name))
         else:
-            unreadable[name] = Text(f"is {master!r:.60}, rounded, which ", unreadable.get(master, "is in no file"))
-    checkpoint = replace(checkpoint, unreadable=unreadable)
-    of_value: dict[float, Expression] = {}
-    for name, value in numbers.items():
-        expressions[name] = of_value.setdefault(value, Number(value, BY_NAME["float32"]))
+            tensors.pop(name, None)
+            rounded_to[name] = whole.spec.name, weight.dtype
+    checkpoint = replace(checkpoint, tensors=tensors, unreadable=unreadable)
+    casts = {key: Cast(Operand(checkpoint, key[0]), key[1]) for key in dict.fromkeys(rounded_to.values())}
+    constants = {value: Number(value, BY_NAME["float32"]) for value in dict.fromkeys(numbers.values())}
+    expressions: dict[str, Expression] = {name: casts[key] for name, key in rounded_to.items()}
+    expressions |= {name: constants[value] for name, value in numbers.items() if name not in tensors}
     return computed(checkpoint, expressions) if expressions else checkpoint
 
 

@@ -24,14 +24,13 @@ from reshard.kits.torch.file import TorchFile
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reshard.core.storage.places import Place
 
 T = TypeVar("T")
 
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
-_MOST_PARTS = 1 << 12
 _MOST_NAMED = 64
 EXPECTED = "a file of a DeepSpeed checkpoint"
 """The content of a file, for messages."""
@@ -46,9 +45,9 @@ class PartFiles(NamedTuple):
         experts: the files of single experts.
     """
 
-    model: tuple[str, ...]
-    optim: tuple[str, ...]
-    experts: tuple[str, ...]
+    model: Sequence[str]
+    optim: Sequence[str]
+    experts: Sequence[str]
 
 
 def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: bool = False) -> list[PartFiles]:
@@ -69,84 +68,92 @@ def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: boo
             f"{directory} is of a pipeline-parallel training ({pipeline}), which is not supported",
             code="unsupported-layout",
         )
-    whole = _by_part(directory, listing, MODEL_STATES, ranked=False)
-    by_rank = _by_part(directory, listing, MODEL_STATES, ranked=True)
-    optim = {} if universal else _by_part(directory, listing, OPTIM_STATES, ranked=True)
-    if whole and by_rank and not universal:
-        shown = [min(of_part.values()) for of_part in (*whole.values(), *by_rank.values())]
-        raise SourceError(
-            f"{directory} has model states of ZeRO stage 3 and of another stage", code="several-checkpoints",
-            facts=[names(shown, most=3)], hint="move the files of one of them to another directory",
-        )  # fmt: skip
-    partitioned = not whole
-    models = by_rank if partitioned else whole
+    models = _by_part(directory, (match for match in _matches(MODEL_STATES, listing) if match["rank"] is None))
+    by_rank = _by_part(directory, (match for match in _matches(MODEL_STATES, listing) if match["rank"] is not None))
+    is_partitioned = not models  # by ZeRO stage 3
+    if models and by_rank and not universal:
+        _refuse_two(directory, (min(of_part.values()) for of_part in (*models.values(), *by_rank.values())))
+    models = models or by_rank
+    optim = {} if universal else _by_part(directory, _matches(OPTIM_STATES, listing))
     experts: dict[int, list[str]] = {}
-    for match in filter(None, map(EXPERT_STATES.fullmatch, listing)):
+    for match in _matches(EXPERT_STATES, listing):
         experts.setdefault(int(match["part"]), []).append(match[0])
     faults = Faults(str(directory))
-    parts: list[PartFiles] = []
-    for part in range(1 + max((*models, *optim, *experts), default=0)):
+    parts = []
+    for number, part in enumerate(sorted({*models, *optim, *experts})):
         of_model, of_optim = models.get(part, {}), optim.get(part, {})
-        expected = range(1 + max((*of_optim, *(of_model if partitioned else ())), default=0))
-        if not of_model:
-            faults.add(f"mp_rank_{part:02d}", "has no file of model states", code="missing-file", hint=COPY_AGAIN)
-        elif partitioned:
-            _add_missing(faults, part, "model", expected, of_model)
-        if of_optim or (partitioned and not universal):
-            _add_missing(faults, part, "optimizer", expected, of_optim)
-        if len(parts) == _MOST_PARTS:
+        if part not in models or part != number:
+            faults.add(f"mp_rank_{number:02d}", "has no file of model states", code="missing-file", hint=COPY_AGAIN)
             break
-        parts.append(PartFiles(_ordered(of_model), _ordered(of_optim), tuple(experts.get(part, ()))))
+        if is_partitioned:
+            _add_missing(faults, part, "model", of_model, of_optim)
+        if of_optim or (is_partitioned and not universal):
+            _add_missing(faults, part, "optimizer", of_optim, of_model if is_partitioned else {})
+        model, optimizer = ([of_rank[rank] for rank in sorted(of_rank)] for of_rank in (of_model, of_optim))
+        parts.append(PartFiles(model, optimizer, experts.get(part, [])))
     faults.raise_if_any(SourceError)
     return parts
 
 
-def _by_part(
-    directory: Place, listing: Iterable[str], pattern: re.Pattern[str], *, ranked: bool
-) -> dict[int, dict[int, str]]:
+def _matches(pattern: re.Pattern[str], listing: Iterable[str]) -> Iterable[re.Match[str]]:
+    return filter(None, map(pattern.fullmatch, listing))
+
+
+def _by_part(directory: Place, matches: Iterable[re.Match[str]]) -> dict[int, dict[int, str]]:
     """Return the names of files by tensor-parallel part and rank; of files without a rank, the rank is 0."""
     result: dict[int, dict[int, str]] = {}
-    for match in filter(None, map(pattern.fullmatch, listing)):
-        if (match["rank"] is not None) == ranked:
-            of_part = result.setdefault(int(match["part"]), {})
-            other = of_part.setdefault(int(match["rank"] or 0), match[0])
-            if other != match[0]:
-                raise SourceError(
-                    f"{directory} has {other} and {match[0]}, of two trainings", code="several-checkpoints",
-                    hint="move the files of one of them to another directory",
-                )  # fmt: skip
+    for match in matches:
+        other = result.setdefault(int(match["part"]), {}).setdefault(int(match["rank"] or 0), match[0])
+        if other != match[0]:
+            _refuse_two(directory, (other, match[0]))
     return result
 
 
-def _add_missing(faults: Faults, part: int, kind: str, expected: range, of_rank: Mapping[int, str]) -> None:
+def _refuse_two(directory: Place, files: Iterable[str]) -> None:
+    raise SourceError(
+        f"{directory} has files of two trainings: {names(files, most=3)}", code="several-checkpoints",
+        hint="move the files of one of them to another directory",
+    )  # fmt: skip
+
+
+def _add_missing(
+    faults: Faults, part: int, kind: str, of_rank: Mapping[int, str], of_others: Mapping[int, str]
+) -> None:
     """Add a fault if ranks have no file."""
+    expected = range(1 + max((*of_rank, *of_others), default=0))
     if missing := list(islice((rank for rank in expected if rank not in of_rank), _MOST_NAMED + 1)):
         more = " and more" if len(missing) > _MOST_NAMED else ""
         fault = f"has no file of {kind} states of {ranks_text(missing[:_MOST_NAMED])}{more}"
         faults.add(f"mp_rank_{part:02d}", fault, code="missing-ranks", hint=COPY_AGAIN)
 
 
-def _ordered(of_rank: dict[int, str]) -> tuple[str, ...]:
-    return tuple(name for _, name in sorted(of_rank.items()))
-
-
 def read_files(
-    directory: Place, file_names: Iterable[str], interpret: Callable[[TorchFile], T], *, with_value: bool = True
-) -> dict[str, T]:
+    directory: Place,
+    file_names: Iterable[str],
+    numbers: Mapping[str, int],
+    interpret: Callable[[TorchFile, int], T],
+    *,
+    with_value: bool = True,
+) -> list[T]:
     """Read the pickles of files, several at once, and interpret them.
 
     Args:
         directory: the directory of the files.
         file_names: their names.
-        interpret: returns the result for a file; it may raise an error.
+        numbers: the number of each file in the checkpoint, by name.
+        interpret: returns the result for a file and its number; the message of an error does not name the file.
         with_value: as in `TorchFile.read`.
 
     Raises:
         SourceError: a file is not complete, or not valid.
     """
-    by_location = {directory / name: name for name in file_names}
+    by_location = {directory / name: numbers[name] for name in file_names}
 
     def read(location: Place) -> T:
-        return interpret(TorchFile.read(location, EXPECTED, with_value=with_value))
+        file = TorchFile.read(location, EXPECTED, with_value=with_value)
+        try:
+            return interpret(file, by_location[location])
+        except SourceError as error:
+            raise error.about(file.path) from None
 
-    return dict(zip(by_location.values(), map_ordered(read, list(by_location), workers_at(by_location)), strict=True))
+    return list(map_ordered(read, list(by_location), workers_at(by_location)))
