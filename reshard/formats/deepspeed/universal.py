@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from reshard.core.layout.block import shape_text
 from reshard.errors import SourceError
 from reshard.formats.deepspeed.buffers import numbered, single
-from reshard.formats.deepspeed.checkpoint import checkpoint_of, read_parts
+from reshard.formats.deepspeed.checkpoint import PartTensors, checkpoint_of
 from reshard.formats.deepspeed.files import checkpoint_files, read_files
 from reshard.formats.deepspeed.model import MASTERS, STEP, ModelStates, flat, optional_table, table
-from reshard.formats.deepspeed.part import PartTensors
 from reshard.formats.deepspeed.tensor_parallel import Recorded
 from reshard.kits.torch.file import FileTensor
 from reshard.kits.torch.pickles import Pairs
@@ -58,12 +57,13 @@ def open_universal(
     of_parts = checkpoint_files(directory, listing, universal=True)
     kinds = _kinds_of_states(directory / DIRECTORY)
     numbers = {name: number for number, name in enumerate(name for files in of_parts for name in files.model)}
-    parts, models = read_parts(directory, of_parts, numbers)
-    if len(parts) > 1 and (models[0].is_partitioned or not Recorded(models[0]).is_known):  # all weights are rounded
-        parts = [PartTensors(files={number: file for part in parts for number, file in part.files.items()})]
-    states = _states(directory, kinds, models[0], len(numbers))
+    parts = [PartTensors.read(directory, files, numbers) for files in of_parts]
+    model = parts[0].model
+    if len(parts) > 1 and (model.is_partitioned or not Recorded(model).is_known):  # all weights are rounded
+        parts = [PartTensors(model, files={number: file for part in parts for number, file in part.files.items()})]
+    states = _states(directory, kinds, model, len(numbers))
     ranks = [0] * (len(numbers) + len(states.files))
-    return checkpoint_of(directory, ranks, parts, models, contents=contents, states=states)
+    return checkpoint_of(directory, ranks, parts, contents=contents, states=states)
 
 
 def _kinds_of_states(directory: Place) -> dict[str, list[str]]:
@@ -90,13 +90,8 @@ def _states(directory: Place, kinds: dict[str, list[str]], model: ModelStates, b
     last = f"{DIRECTORY}/{OPTIMIZER}"
     numbers = {path: begin + number for number, path in enumerate((*paths, last))}
     (optimizer,) = read_files(directory, [last], numbers, _StateFile.of_optimizer)
-    part = PartTensors()
+    part = PartTensors(model)
     for (name, kind), file in zip(paths.values(), read_files(directory, paths, numbers, _StateFile.of), strict=True):
-        if f"{kind}.{name}" in model.module:
-            raise SourceError(
-                f"{model.file.path} has the weight {kind}.{name!r:.60}, which is also the name of a state",
-                code="duplicate-name",
-            )
         file.add(part, f"{kind}.{name}", shapes.get(name))
     for name, of_name in trained.items():
         if STEP not in of_name:
@@ -157,17 +152,16 @@ class _StateFile(NamedTuple):
             SourceError: it is stored flat, and not of this shape.
         """
         part.files[self.number] = self.file
-        if not isinstance(self.value, FileTensor):
-            if self.value is not None:
-                part.numbers[name] = self.value
-            return
-        part.entries.setdefault(self.number, {})[name] = self.value.entry
-        part.located[name] = self.value
-        if self.is_flat:
-            if shape is None or prod(shape) != self.value.shape[0]:
-                raise SourceError(
-                    f"{self.file.path} has {self.value.shape[0]:,} elements; the shape in the model states is "
-                    f"{'not known' if shape is None else shape_text(shape)}",
-                    code="wrong-shape",
-                )
-            part.located[name] = self.value._replace(shape=shape)
+        state = self.value
+        if isinstance(state, FileTensor):
+            part.entries.setdefault(self.number, {})[name] = state.entry
+            if self.is_flat:
+                if shape is None or prod(shape) != state.shape[0]:
+                    raise SourceError(
+                        f"{self.file.path} has {state.shape[0]:,} elements; the shape in the model states is "
+                        f"{'not known' if shape is None else shape_text(shape)}",
+                        code="wrong-shape",
+                    )
+                state = state._replace(shape=shape)
+        if state is not None:
+            part.add_state(name, state)
