@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from reshard.errors import SourceError
-from reshard.formats.deepspeed.writer import values
-from reshard.formats.deepspeed.writer.values import entries, parsed, value_of, with_entries, written
+from reshard.formats.deepspeed import carried
+from reshard.formats.deepspeed.carried import entries, parsed, value_of, with_entries, written
 from reshard.kits.torch.pickles import unpickled
 from reshard.kits.torch.tensors import PickleBytes
 
@@ -108,6 +108,6 @@ REFUSED = {
 @pytest.mark.parametrize(("code", "content"), [(code, each) for code, every in REFUSED.items() for each in every])
 def test_what_is_refused(code: str, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     if len(content) < 1000 and code == "too-large":
-        monkeypatch.setattr(values, "_MOST_BYTES", 99)
+        monkeypatch.setattr(carried, "_MOST_BYTES", 99)
     with refused(SourceError, code):
         written(parsed(content))

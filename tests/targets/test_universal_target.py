@@ -21,7 +21,7 @@ from stubbed import Stub, loaded, same
 
 import reshard
 from reshard.errors import SourceError, TargetError, UsageError
-from reshard.formats.deepspeed.writer import values as carried_values
+from reshard.formats.deepspeed import carried
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -162,7 +162,7 @@ def test_tensors_of_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert (thing.kind, thing.arguments) == (("of.the.client", "Thing"), (3,))  # type: ignore[attr-defined]
     assert_equal(reshard.open(tmp_path / "out"), full)
     done("verify", tmp_path / "out", "--against", tmp_path / "src")
-    monkeypatch.setattr(carried_values, "LARGEST", 79)
+    monkeypatch.setattr(carried, "LARGEST", 79)
     failed(4, "too-large", "convert", tmp_path / "src", tmp_path / "less", "--to", WORD)
     done("convert", tmp_path / "src", tmp_path / "less", "--to", WORD, "--exclude", "large")
     assert "large" not in loaded(tmp_path / "less" / MODEL[0])

@@ -13,7 +13,6 @@ Sources: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py` and `runt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
@@ -29,15 +28,12 @@ from reshard.kits.torch.pickles import Pairs, describe, numbers
 from reshard.kits.torch.tensors import Rebuilt, rebuilt
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Block, Shape
     from reshard.core.model.entries import Entry
     from reshard.dtypes import DType
     from reshard.kits.torch.file import TorchFile
-
-Buffers = Sequence[Mapping[str, FileTensor]]
-"""The flat buffers of a group in each rank, by kind of state."""
 
 _KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
 
@@ -166,9 +162,7 @@ def single(value: object) -> Rebuilt | float | None:
 def states_by_name(
     ranks: Sequence[RankStates], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
 ) -> Iterator[tuple[str, str, Flat | FileTensor | float | str]]:
-    """Yield the states of each parameter: its name, the kind of state, and its location or value.
-
-    Of a state that cannot be read, the last is the reason.
+    """Yield the states of each parameter: its name, the kind of state, and its location, its value, or why it has none.
 
     Args:
         ranks: the states of all data-parallel ranks, in order.
@@ -178,125 +172,125 @@ def states_by_name(
     Raises:
         SourceError: the sizes of buffers contradict the shapes.
     """
-    first = ranks[0]
     for rank in ranks:
         if len(rank.groups) != len(shapes):
             raise SourceError(
                 f"{rank.file.path} has {len(rank.groups)} groups of parameters; param_shapes has {len(shapes)}",
                 code="wrong-shape",
             )
-    locate = _parameters_cut if first.stage == 3 else _group_cut
     for group, of_group in enumerate(shapes):
         if group in skipped:
             continue
         buffers = [rank.buffers(group) for rank in ranks]
         if any(each.keys() != buffers[0].keys() for each in buffers):
-            raise SourceError(f"{first.file.path}: ranks have different states of group {group}", code="ranks-disagree")
-        for kind, state in first.groups[group].items():
-            if kind not in buffers[0]:
-                yield from ((name, kind, state) for name in of_group)
-                continue
-            try:
-                located = locate(ranks, group, kind, of_group, buffers)
-            except SourceError as error:
-                if kind == MASTERS:
-                    raise
-                reason = f"cannot be cut out of its buffer: {error.message}"
-                yield from ((name, kind, reason) for name in of_group)
-            else:
-                yield from ((name, kind, each) for name, each in zip(of_group, located, strict=True))
+            raise SourceError(
+                f"{ranks[0].file.path}: ranks have different states of group {group}", code="ranks-disagree"
+            )
+        cut = _Cut(ranks, group, of_group, [each[MASTERS].shape[0] for each in buffers])
+        for kind, state in ranks[0].groups[group].items():
+            states: Sequence[Flat | FileTensor | float | str] = [state] * len(of_group)
+            if kind in buffers[0]:
+                try:
+                    states = cut.parameters(kind, [each[kind] for each in buffers])
+                except SourceError as error:
+                    if kind == MASTERS:
+                        raise
+                    states = [f"cannot be cut out of its buffer: {error.message}"] * len(of_group)
+            for name, each in zip(of_group, states, strict=True):
+                yield name, kind, each
 
 
-def _of_one_dtype(ranks: Sequence[RankStates], kind: str, buffers: Buffers) -> list[FileTensor]:
-    """Return the buffers of a kind of state; raise `SourceError` if they are of several dtypes."""
-    dtypes = {of_rank[kind].dtype.name for of_rank in buffers}
-    if len(dtypes) > 1:
-        raise SourceError(
-            f"{ranks[0].file.path}: {kind} is of {' and '.join(sorted(dtypes))} in different ranks", code="mixed-dtypes"
-        )
-    return [of_rank[kind] for of_rank in buffers]
+class _Cut(NamedTuple):
+    """How the buffers of a group are cut into parameters.
 
+    Attributes:
+        ranks: the states of all ranks.
+        group: the group.
+        shapes: the shapes of its parameters.
+        masters: the number of elements of each rank's masters.
+    """
 
-def _check_length(rank: RankStates, group: int, kind: str, length: int, *expected: int) -> None:
-    if length not in expected:
-        raise SourceError(
-            f"{rank.file.path}: {kind} of group {group} has {length:,} elements; by param_shapes, expected "
-            f"{' or '.join(f'{each:,}' for each in expected)}",
-            code="wrong-shape",
-        )
+    ranks: Sequence[RankStates]
+    group: int
+    shapes: Mapping[str, Shape]
+    masters: Sequence[int]
 
+    def parameters(self, kind: str, buffers: Sequence[FileTensor]) -> list[Flat]:
+        """Return the parameters in buffers of a kind of state; raise `SourceError` if these have other sizes."""
+        dtypes = {buffer.dtype.name for buffer in buffers}
+        if len(dtypes) > 1:
+            raise SourceError(
+                f"{self.ranks[0].file.path}: {kind} is of {' and '.join(sorted(dtypes))} in different ranks",
+                code="mixed-dtypes",
+            )
+        return self._each_by_itself(kind, buffers) if self.ranks[0].stage == 3 else self._as_one(kind, buffers)
 
-def _group_cut(
-    ranks: Sequence[RankStates], group: int, kind: str, shapes: Mapping[str, Shape], every: Buffers
-) -> list[Flat]:
-    """Return the parameters of a group that is cut as one vector."""
-    gaps = _paddings(ranks, group, len(shapes))
-    sizes = [prod(shape) + gap for shape, gap in zip(shapes.values(), gaps, strict=True)]
-    begins = list(accumulate(sizes, initial=0))
-    total = begins.pop()
-    buffers = _of_one_dtype(ranks, kind, every)
-    masters = [of_rank[MASTERS].shape[0] for of_rank in every]
-    size = masters[0]  # of a part with its padding, unless all elements are in the first part
-    if not any(masters[1:]):
-        size = max(size, min(max(buffer.shape[0] for buffer in buffers), total + _PADDING - 1))
-    for number, (rank, buffer) in enumerate(zip(ranks, buffers, strict=True)):
-        _check_length(rank, group, kind, buffer.shape[0], size, min(max(total - number * size, 0), size))
-    if not 0 <= size * len(ranks) - total < _PADDING * len(ranks) + _ALIGNMENT * len(shapes):
-        raise SourceError(
-            f"{ranks[0].file.path}: {kind} of group {group} has {size * len(ranks):,} elements in all ranks; by "
-            f"param_shapes, expected {total:,} and a little padding",
-            code="wrong-shape",
-        )
-    dtype, result = buffers[0].dtype, []
-    for shape, begin in zip(shapes.values(), begins, strict=True):
-        end = begin + prod(shape)
-        parts = range(begin // size, (end - 1) // size + 1) if end > begin else range(0)
-        result.append(Flat(
-            dtype, shape,
-            tuple(min(end, (part + 1) * size) - begin for part in parts),
-            tuple(ranks[part].number for part in parts),
-            tuple(buffers[part].begin + max(begin - part * size, 0) * dtype.itemsize for part in parts),
-        ))  # fmt: skip
-    return result
+    def _as_one(self, kind: str, buffers: Sequence[FileTensor]) -> list[Flat]:
+        """Return the parameters of a group that is cut as one vector."""
+        sizes = [prod(shape) + gap for shape, gap in zip(self.shapes.values(), self._paddings(), strict=True)]
+        begins = list(accumulate(sizes, initial=0))
+        total, count = begins.pop(), len(buffers)
+        size = self.masters[0]  # of a part with its padding, unless all elements are in the first part
+        if not any(self.masters[1:]):
+            size = max(size, min(max(buffer.shape[0] for buffer in buffers), total + _PADDING - 1))
+        for number in range(count):
+            self._check_length(kind, number, buffers, size, min(max(total - number * size, 0), size))
+        if not 0 <= size * count - total < _PADDING * count + _ALIGNMENT * len(self.shapes):
+            raise SourceError(
+                f"{self.ranks[0].file.path}: {kind} of group {self.group} has {size * count:,} elements in all ranks; "
+                f"by param_shapes, expected {total:,} and a little padding",
+                code="wrong-shape",
+            )
+        dtype, result = buffers[0].dtype, []
+        for shape, begin in zip(self.shapes.values(), begins, strict=True):
+            end = begin + prod(shape)
+            parts = range(begin // size, (end - 1) // size + 1) if end > begin else range(0)
+            result.append(Flat(
+                dtype, shape,
+                tuple(min(end, (part + 1) * size) - begin for part in parts),
+                tuple(self.ranks[part].number for part in parts),
+                tuple(buffers[part].begin + max(begin - part * size, 0) * dtype.itemsize for part in parts),
+            ))  # fmt: skip
+        return result
 
+    def _each_by_itself(self, kind: str, buffers: Sequence[FileTensor]) -> list[Flat]:
+        """Return parameters that are each cut by themselves."""
+        begins = list(accumulate((-(-prod(shape) // len(buffers)) for shape in self.shapes.values()), initial=0))
+        total = begins.pop()
+        for number in range(len(buffers)):
+            self._check_length(kind, number, buffers, total)
+        dtype, files = buffers[0].dtype, [rank.number for rank in self.ranks]
+        return [
+            cut_by_itself(dtype, shape, files, [buffer.begin + begin * dtype.itemsize for buffer in buffers])
+            for shape, begin in zip(self.shapes.values(), begins, strict=True)
+        ]
 
-def _paddings(ranks: Sequence[RankStates], group: int, count: int) -> tuple[int, ...]:
-    """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
-    recorded = set()
-    for rank in ranks:
-        paddings = rank.values.get("param_alignment_paddings")
-        if isinstance(paddings, list) and group < len(paddings) and paddings[group] is not None:
-            try:
-                recorded.add(numbers(paddings[group], count))
-            except SourceError as error:
-                raise error.about(rank.file.path) from None
-    if not recorded:
-        return (0,) * count
-    first, *others = recorded
-    if others or len(first) != count:
-        raise SourceError(
-            f"{ranks[0].file.path}: param_alignment_paddings of group {group} differ between ranks, or are not of its "
-            f"{count} parameters",
-            code="ranks-disagree",
-        )
-    return first
+    def _check_length(self, kind: str, number: int, buffers: Sequence[FileTensor], *expected: int) -> None:
+        if buffers[number].shape[0] not in expected:
+            raise SourceError(
+                f"{self.ranks[number].file.path}: {kind} of group {self.group} has {buffers[number].shape[0]:,} "
+                f"elements; by param_shapes, expected {' or '.join(f'{each:,}' for each in expected)}",
+                code="wrong-shape",
+            )
 
-
-def _parameters_cut(
-    ranks: Sequence[RankStates], group: int, kind: str, shapes: Mapping[str, Shape], every: Buffers
-) -> list[Flat]:
-    """Return parameters that are each cut by themselves."""
-    sizes = [-(-prod(shape) // len(ranks)) for shape in shapes.values()]
-    begins = list(accumulate(sizes, initial=0))
-    total = begins.pop()
-    buffers = _of_one_dtype(ranks, kind, every)
-    for rank, buffer in zip(ranks, buffers, strict=True):
-        _check_length(rank, group, kind, buffer.shape[0], total)
-    dtype, files = buffers[0].dtype, [rank.number for rank in ranks]
-    return [
-        cut_by_itself(dtype, shape, files, [buffer.begin + begin * dtype.itemsize for buffer in buffers])
-        for shape, begin in zip(shapes.values(), begins, strict=True)
-    ]
+    def _paddings(self) -> tuple[int, ...]:
+        """Return the padding behind each parameter of the group; DeepSpeed before 0.19 has none."""
+        recorded = set()
+        for rank in self.ranks:
+            paddings = rank.values.get("param_alignment_paddings")
+            if isinstance(paddings, list) and self.group < len(paddings) and paddings[self.group] is not None:
+                try:
+                    recorded.add(numbers(paddings[self.group], len(self.shapes)))
+                except SourceError as error:
+                    raise error.about(rank.file.path) from None
+        first, *others = recorded or {(0,) * len(self.shapes)}
+        if others or len(first) != len(self.shapes):
+            raise SourceError(
+                f"{self.ranks[0].file.path}: param_alignment_paddings of group {self.group} differ between ranks, or "
+                f"are not of its {len(self.shapes)} parameters",
+                code="ranks-disagree",
+            )
+        return first
 
 
 def cut_by_itself(dtype: DType, shape: Shape, files: Sequence[int], begins: Sequence[int]) -> Flat:
