@@ -104,11 +104,7 @@ class Universal(Format):
             return Findings("incomplete", reason)
         return with_trainer_files(tree, partial(by_opening, partial(found.open, contents=False), found.place))
 
-    def objects(self, checkpoint: Checkpoint) -> Objects:
-        """See `Format`."""
-        from reshard.formats.deepspeed.writer import ModelValues
-
-        return ModelValues(checkpoint)
+    objects = DeepSpeed.objects
 
 
 def _lacks_states(zero: Directory) -> str:

@@ -241,17 +241,11 @@ class _Cut(NamedTuple):
                 f"by param_shapes, expected {total:,} and a little padding",
                 code="wrong-shape",
             )
-        dtype, result = buffers[0].dtype, []
-        for shape, begin in zip(self.shapes.values(), begins, strict=True):
-            end = begin + prod(shape)
-            parts = range(begin // size, (end - 1) // size + 1) if end > begin else range(0)
-            result.append(Flat(
-                dtype, shape,
-                tuple(min(end, (part + 1) * size) - begin for part in parts),
-                tuple(self.ranks[part].number for part in parts),
-                tuple(buffers[part].begin + max(begin - part * size, 0) * dtype.itemsize for part in parts),
-            ))  # fmt: skip
-        return result
+        files, starts = [rank.number for rank in self.ranks], [buffer.begin for buffer in buffers]
+        return [
+            Flat.of(buffers[0].dtype, shape, begin, size, files, starts)
+            for shape, begin in zip(self.shapes.values(), begins, strict=True)
+        ]
 
     def _each_by_itself(self, kind: str, buffers: Sequence[FileTensor]) -> list[Flat]:
         """Return parameters that are each cut by themselves."""
@@ -261,7 +255,7 @@ class _Cut(NamedTuple):
             self._check_length(kind, number, buffers, total)
         dtype, files = buffers[0].dtype, [rank.number for rank in self.ranks]
         return [
-            cut_by_itself(dtype, shape, files, [buffer.begin + begin * dtype.itemsize for buffer in buffers])
+            Flat.of_parts(dtype, shape, files, [buffer.begin + begin * dtype.itemsize for buffer in buffers])
             for shape, begin in zip(self.shapes.values(), begins, strict=True)
         ]
 
@@ -293,22 +287,6 @@ class _Cut(NamedTuple):
         return first
 
 
-def cut_by_itself(dtype: DType, shape: Shape, files: Sequence[int], begins: Sequence[int]) -> Flat:
-    """Return a parameter that is cut in equal parts, one of each rank, the last ones padded.
-
-    Args:
-        dtype: its dtype.
-        shape: its shape.
-        files: the number of each rank's file.
-        begins: the offset of each rank's part in its file.
-    """
-    total = prod(shape)
-    size = max(-(-total // len(files)), 1)
-    used = -(-total // size)  # ranks with elements
-    ends = tuple(min((number + 1) * size, total) for number in range(used))
-    return Flat(dtype, shape, ends, tuple(files[:used]), tuple(begins[:used]))
-
-
 class Flat(NamedTuple):
     """A tensor in ranges of flat buffers.
 
@@ -325,6 +303,32 @@ class Flat(NamedTuple):
     ends: tuple[int, ...]
     files: tuple[int, ...]
     begins: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dtype: DType, shape: Shape, begin: int, size: int, files: Sequence[int], starts: Sequence[int]) -> Flat:
+        """Return a tensor from element `begin` on of a vector, which is cut in parts of `size` elements.
+
+        Args:
+            dtype: its dtype.
+            shape: its shape.
+            begin: its first element in the vector.
+            size: the number of elements of a part.
+            files: the number of each part's file.
+            starts: the offset of each part in its file.
+        """
+        end = begin + prod(shape)
+        parts = range(begin // size, -(-end // size)) if end > begin else range(0)
+        return cls(
+            dtype, shape,
+            tuple(min(end, (part + 1) * size) - begin for part in parts),
+            tuple(files[part] for part in parts),
+            tuple(starts[part] + max(begin - part * size, 0) * dtype.itemsize for part in parts),
+        )  # fmt: skip
+
+    @classmethod
+    def of_parts(cls, dtype: DType, shape: Shape, files: Sequence[int], starts: Sequence[int]) -> Flat:
+        """Return a tensor that is cut in equal parts, the last ones padded."""
+        return cls.of(dtype, shape, 0, -(-prod(shape) // len(files)), files, starts)
 
     def pieces(self) -> Iterator[tuple[Block, Extent]]:
         """Yield its boxes, each with the extent of its bytes."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from copy import copy
 from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -54,15 +55,16 @@ _DAMAGED = (pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, L
 
 
 class Made:
-    """An object: a function or class with its arguments, then items of a list, items of a dict, and a state.
+    """A dict, or another object: a function or class with its arguments, then items, keys and values, and a state.
 
     Attributes:
+        function: the function or class; None for a dict.
         is_new: `__new__` of the class is called, not the class.
     """
 
     __slots__ = ("arguments", "function", "is_new", "items", "pairs", "state")
 
-    def __init__(self, function: object, arguments: object, *, is_new: bool) -> None:
+    def __init__(self, function: object = None, arguments: object = None, *, is_new: bool = False) -> None:
         self.function, self.arguments, self.is_new = function, arguments, is_new
         self.items, self.pairs = list[object](), Pairs()
         self.state: object = None
@@ -74,39 +76,29 @@ class Made:
         """Add items."""
         self.items.extend(values)
 
+    @property
+    def entries(self) -> dict[str, Any]:
+        """Return the values whose keys are texts."""
+        return {key: value for key, value in self.pairs.items() if isinstance(key, str)}
+
+    def with_entries(self, entries: Mapping[str, object]) -> Made:
+        """Return an object that is made alike, with these entries in place of all whose keys are texts."""
+        rest, result = dict(entries), copy(self)
+        result.pairs = Pairs()
+        for key, value in self.pairs.items():
+            if not isinstance(key, str):
+                result[key] = value
+            elif key in rest:
+                result[key] = rest.pop(key)
+        for key, value in rest.items():
+            result[key] = value
+        return result
+
 
 class Reference(NamedTuple):
     """A reference to a storage: a word, the class of the storage, its key, its device, and its number of elements."""
 
     items: tuple[Any, ...]
-
-
-Dict = Pairs | Made
-"""A dict, or an object that has keys and values, such as an `OrderedDict`."""
-
-
-def entries(values: Dict) -> dict[str, Any]:
-    """Return the values of a dict whose keys are texts."""
-    pairs = values.pairs if isinstance(values, Made) else values
-    return {key: value for key, value in pairs.items() if isinstance(key, str)}
-
-
-def with_entries(values: Dict, changed: Mapping[str, object]) -> Dict:
-    """Return a dict that is made alike, with these entries in place of all whose keys are texts."""
-    rest = dict(changed)
-    pairs = Pairs()
-    for key, value in (values.pairs if isinstance(values, Made) else values).items():
-        if not isinstance(key, str):
-            pairs[key] = value
-        elif key in rest:
-            pairs[key] = rest.pop(key)
-    for key, value in rest.items():
-        pairs[key] = value
-    if isinstance(values, Pairs):
-        return pairs
-    result = Made(values.function, values.arguments, is_new=values.is_new)
-    result.items, result.pairs, result.state = values.items, pairs, values.state
-    return result
 
 
 def value_of(value: object) -> Any:
@@ -140,7 +132,7 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         return Reference(items[:_REFERENCE])
 
     def _dict(self) -> None:
-        self.append(Pairs())
+        self.append(Made())
 
     def _call(self, *, is_new: bool = False) -> None:
         arguments = self.stack.pop()
@@ -160,31 +152,24 @@ class _Reader(_Unpickler):  # type: ignore[misc]
     }  # fmt: skip
 
 
-class Written(NamedTuple):
-    """A pickle, and the keys of the storages to which it refers."""
+def written(value: object, keys: dict[str, None] | None = None) -> bytes:
+    """Return the pickle of a value, of protocol 2; add the keys of the storages to which it refers to `keys`.
 
-    content: bytes
-    keys: Sequence[str]
-
-
-def written(value: object) -> Written:
-    """Return the pickle of a value, of protocol 2; raise `SourceError` if it is nested too deeply."""
+    Raises:
+        SourceError: it is nested too deeply.
+    """
     content = io.BytesIO()
     writer = _Writer(content, 2)
-    writer.keys = {}
+    writer.keys = {} if keys is None else keys
     try:
         writer.dump(value)
     except RecursionError:
         raise SourceError("has values that are nested too deeply", code="too-large") from None
-    return Written(content.getvalue(), list(writer.keys))
+    return content.getvalue()
 
 
 class _Writer(_Pickler):  # type: ignore[misc]
-    """Writes a pickle.
-
-    Attributes:
-        keys: the keys of the storages to which it refers.
-    """
+    """Writes a pickle, and adds keys of storages to `keys`."""
 
     keys: dict[str, None]
 
@@ -199,9 +184,12 @@ class _Writer(_Pickler):  # type: ignore[misc]
         self.memoize(value)
 
     def _made(self, value: Made) -> None:
-        self.save(value.function)
-        self.save(value.arguments)
-        self.write(pickle.NEWOBJ if value.is_new else pickle.REDUCE)
+        if value.function is None:
+            self.write(pickle.EMPTY_DICT)
+        else:
+            self.save(value.function)
+            self.save(value.arguments)
+            self.write(pickle.NEWOBJ if value.is_new else pickle.REDUCE)
         self.memoize(value)
         self._batches(value.items, 1, pickle.APPEND, pickle.APPENDS)
         self._batches(value.pairs, 2, pickle.SETITEM, pickle.SETITEMS)
@@ -218,14 +206,14 @@ class _Writer(_Pickler):  # type: ignore[misc]
                 self.save(value)
             self.write(adds_one if is_one else adds_all)
 
-    dispatch: ClassVar = _Pickler.dispatch | {Name: _name, Made: _made, Pairs: _Pickler.save_dict}
+    dispatch: ClassVar = _Pickler.dispatch | {Name: _name, Made: _made}
 
 
 class SavedValues(NamedTuple):
     """A dict that `torch.save` wrote: the file, and its value."""
 
     file: TorchFile
-    root: Dict
+    root: Made
 
     @classmethod
     def read(cls, location: Place) -> SavedValues:
@@ -235,7 +223,7 @@ class SavedValues(NamedTuple):
             root = parsed(_read(file, PICKLE, file.pickle))
         except SourceError as error:
             raise error.about(file.path) from None
-        if not isinstance(root, Dict):
+        if not isinstance(root, Made):
             raise SourceError(f"{file.path} has no dict; expected {EXPECTED}", code="not-a-state-dict")
         return cls(file, root)
 
@@ -245,7 +233,9 @@ class SavedValues(NamedTuple):
         Raises:
             SourceError: they have too many bytes, or a storage is not there or does not match its checksum.
         """
-        keys = {name: written(value).keys for name, value in values.items()}
+        keys: dict[str, dict[str, None]] = {name: {} for name in values}
+        for name, value in values.items():
+            written(value, keys[name])
         records = {key: b"data/" + key.encode() for of_value in keys.values() for key in of_value}
         places = self.file.storages([*records.values()])
         nbytes = sum(places[record].nbytes for record in records.values())
@@ -282,29 +272,23 @@ class CarriedModelStates:
     Frozen parameters are in the module. In the first file, `frozen_param_fragments` are the same tensors; the second
     has none, since they may be most of a model, and would be there twice.
 
-    Args:
-        saved: the file of the source.
-        dropped: the names of values that are not carried.
-
     Attributes:
         version: the version of DeepSpeed.
         nbytes: the size of carried storages.
-
-    Raises:
-        SourceError: it is not valid, or has values that cannot be carried.
     """
 
     def __init__(self, saved: SavedValues, dropped: Container[str]) -> None:
+        """Read all values of a file but the dropped ones; raise `SourceError` if they cannot be carried."""
         self._root = saved.root
-        self._values = {name: value for name, value in entries(saved.root).items() if name not in dropped}
-        self._module: Dict = self._values[_MODULE]
-        of_module = entries(self._module)
+        self._values = {name: value for name, value in saved.root.entries.items() if name not in dropped}
+        self._module: Made = self._values[_MODULE]
+        of_module = self._module.entries
         self._tensors = {name for name, value in of_module.items() if _is_tensor(value)}
         others = {name: value for name, value in of_module.items() if name not in self._tensors}
-        carried = self._values | {_MODULE: with_entries(self._module, others), _FROZEN: None}
+        carried = self._values | {_MODULE: self._module.with_entries(others), _FROZEN: None}
         self._storages = saved.storages(carried)
         self.nbytes = sum(map(len, self._storages.values()))
-        self.version = entries(saved.root).get("ds_version")
+        self.version = saved.root.entries.get("ds_version")
 
     def saved(self, tensors: Mapping[str, tuple[DType, Shape]], whole: Collection[str] | None = None) -> Saved:
         """Return a file of model states, with the bytes of whole tensors in their order.
@@ -317,15 +301,15 @@ class CarriedModelStates:
             name: (dtype, shape if whole is None or name in whole else (0,)) for name, (dtype, shape) in tensors.items()
         }
         keys = dict(zip(stored, _free_keys(self._storages), strict=False))
-        rebuilt = entries(value_of(Items((name, rebuilding(*stored[name], keys[name])) for name in stored)))
-        others = {name: value for name, value in entries(self._module).items() if name not in self._tensors}
-        values = self._values | {_MODULE: with_entries(self._module, others | rebuilt)}
+        rebuilt = value_of(Items((name, rebuilding(*stored[name], keys[name])) for name in stored)).entries
+        others = {name: value for name, value in self._module.entries.items() if name not in self._tensors}
+        values = self._values | {_MODULE: self._module.with_entries(others | rebuilt)}
         frozen = self._values.get(_FROZEN)
-        if isinstance(frozen, Dict):
-            names = entries(frozen).keys() & rebuilt.keys() if whole is None else ()
-            values[_FROZEN] = with_entries(frozen, {name: rebuilt[name] for name in names})
+        if isinstance(frozen, Made):
+            names = frozen.entries.keys() & rebuilt.keys() if whole is None else ()
+            values[_FROZEN] = frozen.with_entries({name: rebuilt[name] for name in names})
         sizes = {keys[name]: prod(shape) * dtype.itemsize for name, (dtype, shape) in stored.items()}
-        return saved_storages(written(with_entries(self._root, values)).content, {**self._storages, **sizes})
+        return saved_storages(written(self._root.with_entries(values)), {**self._storages, **sizes})
 
 
 class CarriedOptimizer:
@@ -337,30 +321,32 @@ class CarriedOptimizer:
     its own for the others. Stage 3 also takes the step from `optimizer_state_dict.state[0].step`. All other values are
     carried as they are, but for the flat buffers.
 
-    Args:
-        saved: the optimizer states of rank 0, or the optimizer's file of a Universal Checkpoint.
-        universal: the source is a Universal Checkpoint.
-        groups: the number of groups of parameters, if the source does not have the hyper-parameters.
-        version: the version of DeepSpeed, if the file does not have it.
-
     Attributes:
         has_groups: the source has the hyper-parameters.
-
-    Raises:
-        SourceError: the file is not valid, or has values that cannot be carried.
     """
 
     def __init__(self, saved: SavedValues, *, universal: bool, groups: int, version: object) -> None:
-        root = saved.root if universal else entries(saved.root).get(_OF_TORCH)  # DeepSpeed's own, of the same name
-        if not isinstance(root, Dict):
+        """Read the optimizer states of rank 0, or the optimizer's file of a Universal Checkpoint.
+
+        Args:
+            saved: the file.
+            universal: the source is a Universal Checkpoint.
+            groups: the number of groups of parameters, if the source does not have the hyper-parameters.
+            version: the version of DeepSpeed, if the file does not have it.
+
+        Raises:
+            SourceError: the file is not valid, or has values that cannot be carried.
+        """
+        root = saved.root if universal else saved.root.entries.get(_OF_TORCH)  # DeepSpeed's own, of the same name
+        if not isinstance(root, Made):
             raise SourceError(f"{saved.file.path} has no {_OF_TORCH}", code="bad-value")
-        values = entries(root)
+        values = root.entries
         of_torch = values.get(_OF_TORCH, values.get(_BASE))
-        hyper = entries(of_torch).get(_GROUPS) if isinstance(of_torch, Dict) else None  # a list if it is elastic
+        hyper = of_torch.entries.get(_GROUPS) if isinstance(of_torch, Made) else None  # a list if it is elastic
         self._root = root
-        self._groups = [group for group in values.get(_GROUPS, hyper) or () if isinstance(group, Dict)]
-        self.has_groups = any(len(entries(group)) > 1 for group in self._groups)
-        self._groups = self._groups or [Pairs([_PARAMS, [number]]) for number in range(groups)]
+        self._groups = [group for group in values.get(_GROUPS, hyper) or () if isinstance(group, Made)]
+        self.has_groups = any(len(group.entries) > 1 for group in self._groups)
+        self._groups = self._groups or [value_of({_PARAMS: [number]}) for number in range(groups)]
         self._values = {name: value for name, value in values.items() if name not in _OF_RANK}
         if version is not None:
             self._values.setdefault("ds_version", version)
@@ -379,15 +365,15 @@ class CarriedOptimizer:
             storages: the storage of that tensor, by key.
         """
         first = self._groups[0]
-        contents = [{name: written(value).content for name, value in entries(group).items()} for group in self._groups]
+        contents = [{name: written(value) for name, value in group.entries.items()} for group in self._groups]
         shared = {
-            name: value for name, value in entries(first).items()
+            name: value for name, value in first.entries.items()
             if name == _PARAMS or all(content.get(name) == contents[0][name] for content in contents)
         }  # fmt: skip
-        state = Pairs([0, value_of({} if step is None else {"step": step})])
-        of_torch = {"state": state, _GROUPS: [with_entries(first, shared)]}
-        root = with_entries(self._root, {**self._values, _OF_TORCH: of_torch, _GROUPS: self._groups})
-        file = saved_storages(written(root).content, {**self._storages, **(storages or {})})
+        state = value_of({0: {} if step is None else {"step": step}})
+        of_torch = {"state": state, _GROUPS: [first.with_entries(shared)]}
+        root = self._root.with_entries({**self._values, _OF_TORCH: of_torch, _GROUPS: self._groups})
+        file = saved_storages(written(root), {**self._storages, **(storages or {})})
         return b"".join(content for _, content in file.literals)
 
 

@@ -19,7 +19,7 @@ from reshard.core.model.reshape import Shared
 from reshard.core.model.table import nothing_readable
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError, StrategyError
-from reshard.formats.deepspeed.buffers import RankStates, cut_by_itself, states_by_name
+from reshard.formats.deepspeed.buffers import Flat, RankStates, states_by_name
 from reshard.formats.deepspeed.files import checkpoint_files, read_files
 from reshard.formats.deepspeed.masters import with_computed, with_masters_compared
 from reshard.formats.deepspeed.model import MASTERS, STEP, ModelStates, table, whole_number
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Tensor
     from reshard.core.model.entries import Entry
     from reshard.core.storage.places import Place
-    from reshard.formats.deepspeed.buffers import Flat
     from reshard.formats.deepspeed.files import PartFiles
     from reshard.kits.torch.file import TorchFile
     from reshard.kits.torch.tensors import Rebuilt
@@ -60,13 +59,7 @@ def open_zero(
     directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True,
     rules: Mapping[str, str] | None = None,
 ) -> Checkpoint:  # fmt: skip
-    """Open a checkpoint, reading the pickles of its files.
-
-    Args:
-        directory: the directory of its tag.
-        listing: the names in it.
-        contents: compare samples of weights and masters.
-        rules: the user's rules for tensor-parallel parts, by name or glob.
+    """Open a checkpoint in the directory of its tag, given the names in it and the user's rules for parts.
 
     Raises:
         SourceError: a file is missing or not valid, or there are files of another checkpoint, or neither the files nor
@@ -171,7 +164,7 @@ class PartTensors:
                 begins[name].append(FileTensor.of(tensor, model.number, storages[tensor.record]).begin)
         files = [model.number for model in models]
         for name, tensor in self.model.frozen.items():
-            self.located[name] = cut_by_itself(tensor.dtype, self.model.frozen_shapes[name], files, begins[name])
+            self.located[name] = Flat.of_parts(tensor.dtype, self.model.frozen_shapes[name], files, begins[name])
 
     def add_states(self, ranks: Sequence[RankStates], experts: Sequence[str]) -> None:
         """Add the states of trainable parameters.
@@ -275,10 +268,6 @@ def checkpoint_of(
         rules: the user's rules.
         states: states that are whole, not in parts.
         warnings: warnings of the checkpoint.
-
-    Raises:
-        SourceError: no tensor can be read, or it is not known how tensors are cut.
-        StrategyError: a rule does not fit.
     """
     model, every = parts[0].model, [*parts, *([] if states is None else [states])]
     joined = _joined(directory, parts, rules)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.places import workers_at
 from reshard.core.storage.threads import map_ordered
-from reshard.errors import Faults, SourceError, names
+from reshard.errors import Faults, SourceError
 from reshard.formats.deepspeed.names import EXPERT_STATES, MODEL_STATES, OPTIM_STATES
 from reshard.kits.torch.file import TorchFile
 from reshard.strategy.names import ranks_text
@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 _MOST_NAMED = 64
+_WHOLE = -1  # the rank of model states that are of all ranks
 EXPECTED = "a file of a DeepSpeed checkpoint"
 """The content of a file, for messages."""
 
@@ -51,13 +52,9 @@ class PartFiles(NamedTuple):
 
 
 def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: bool = False) -> list[PartFiles]:
-    """Return the files of each tensor-parallel part of a checkpoint.
+    """Return the files of each tensor-parallel part of a checkpoint, given the names in its directory.
 
-    Args:
-        directory: its directory.
-        listing: the names in it.
-        universal: expect a Universal Checkpoint: it has no files of optimizer states, and may have model states of
-            both kinds.
+    A Universal Checkpoint has no files of optimizer states, and may have model states of both kinds.
 
     Raises:
         SourceError: a file is missing, or the checkpoint is pipeline-parallel.
@@ -68,50 +65,45 @@ def checkpoint_files(directory: Place, listing: Iterable[str], *, universal: boo
             f"{directory} is of a pipeline-parallel training ({pipeline}), which is not supported",
             code="unsupported-layout",
         )
-    models = _by_part(directory, (match for match in _matches(MODEL_STATES, listing) if match["rank"] is None))
-    by_rank = _by_part(directory, (match for match in _matches(MODEL_STATES, listing) if match["rank"] is not None))
-    is_partitioned = not models  # by ZeRO stage 3
-    if models and by_rank and not universal:
-        _refuse_two(directory, (min(of_part.values()) for of_part in (*models.values(), *by_rank.values())))
-    models = models or by_rank
-    optim = {} if universal else _by_part(directory, _matches(OPTIM_STATES, listing))
+    models, optim = (_by_part(directory, pattern, listing) for pattern in (MODEL_STATES, OPTIM_STATES))
     experts: dict[int, list[str]] = {}
-    for match in _matches(EXPERT_STATES, listing):
+    for match in filter(None, map(EXPERT_STATES.fullmatch, listing)):
         experts.setdefault(int(match["part"]), []).append(match[0])
     faults = Faults(str(directory))
     parts = []
     for number, part in enumerate(sorted({*models, *optim, *experts})):
-        of_model, of_optim = models.get(part, {}), optim.get(part, {})
-        if part not in models or part != number:
+        if number not in models:
             faults.add(f"mp_rank_{number:02d}", "has no file of model states", code="missing-file", hint=COPY_AGAIN)
             break
-        if is_partitioned:
+        of_model, of_optim = models[part], {} if universal else optim.get(part, {})
+        if whole := of_model.pop(_WHOLE, None):
+            if of_model and not universal:
+                _refuse_two(directory, whole, min(of_model.values()))
+            of_model = {0: whole}
+        else:
             _add_missing(faults, part, "model", of_model, of_optim)
-        if of_optim or (is_partitioned and not universal):
-            _add_missing(faults, part, "optimizer", of_optim, of_model if is_partitioned else {})
+        if of_optim or not (whole or universal):
+            _add_missing(faults, part, "optimizer", of_optim, {} if whole else of_model)
         model, optimizer = ([of_rank[rank] for rank in sorted(of_rank)] for of_rank in (of_model, of_optim))
         parts.append(PartFiles(model, optimizer, experts.get(part, [])))
     faults.raise_if_any(SourceError)
     return parts
 
 
-def _matches(pattern: re.Pattern[str], listing: Iterable[str]) -> Iterable[re.Match[str]]:
-    return filter(None, map(pattern.fullmatch, listing))
-
-
-def _by_part(directory: Place, matches: Iterable[re.Match[str]]) -> dict[int, dict[int, str]]:
-    """Return the names of files by tensor-parallel part and rank; of files without a rank, the rank is 0."""
+def _by_part(directory: Place, pattern: re.Pattern[str], listing: Iterable[str]) -> dict[int, dict[int, str]]:
+    """Return the names of files by tensor-parallel part and rank."""
     result: dict[int, dict[int, str]] = {}
-    for match in matches:
-        other = result.setdefault(int(match["part"]), {}).setdefault(int(match["rank"] or 0), match[0])
+    for match in filter(None, map(pattern.fullmatch, listing)):
+        rank = _WHOLE if match["rank"] is None else int(match["rank"])
+        other = result.setdefault(int(match["part"]), {}).setdefault(rank, match[0])
         if other != match[0]:
-            _refuse_two(directory, (other, match[0]))
+            _refuse_two(directory, other, match[0])
     return result
 
 
-def _refuse_two(directory: Place, files: Iterable[str]) -> None:
+def _refuse_two(directory: Place, file: str, other: str) -> None:
     raise SourceError(
-        f"{directory} has files of two trainings: {names(files, most=3)}", code="several-checkpoints",
+        f"{directory} has {file} and {other}, of two trainings", code="several-checkpoints",
         hint="move the files of one of them to another directory",
     )  # fmt: skip
 
@@ -121,9 +113,8 @@ def _add_missing(
 ) -> None:
     """Add a fault if ranks have no file."""
     expected = range(1 + max((*of_rank, *of_others), default=0))
-    if missing := list(islice((rank for rank in expected if rank not in of_rank), _MOST_NAMED + 1)):
-        more = " and more" if len(missing) > _MOST_NAMED else ""
-        fault = f"has no file of {kind} states of {ranks_text(missing[:_MOST_NAMED])}{more}"
+    if missing := list(islice((rank for rank in expected if rank not in of_rank), _MOST_NAMED)):
+        fault = f"has no file of {kind} states of {ranks_text(missing)}"
         faults.add(f"mp_rank_{part:02d}", fault, code="missing-ranks", hint=COPY_AGAIN)
 
 
@@ -135,17 +126,10 @@ def read_files(
     *,
     with_value: bool = True,
 ) -> list[T]:
-    """Read the pickles of files, several at once, and interpret them.
-
-    Args:
-        directory: the directory of the files.
-        file_names: their names.
-        numbers: the number of each file in the checkpoint, by name.
-        interpret: returns the result for a file and its number; the message of an error does not name the file.
-        with_value: as in `TorchFile.read`.
+    """Read files, several at once, and return what `interpret` makes of each and of its number in the checkpoint.
 
     Raises:
-        SourceError: a file is not complete, or not valid.
+        SourceError: a file is not complete, or not valid; what `interpret` raises does not name the file.
     """
     by_location = {directory / name: numbers[name] for name in file_names}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import starmap
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from reshard.expressions.operand import Operand
 from reshard.formats.deepspeed.model import MASTERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from reshard.dtypes import DType
     from reshard.expressions.operand import Expression
     from reshard.formats.deepspeed.model import ModelStates
+
+Arrays = list["NDArray[Any]"]
 
 _SAMPLE = 64  # elements at the beginning and at the end of a tensor
 _MOST_AT_URLS = 256  # tensors
@@ -39,13 +42,10 @@ _WARNING = (
 
 
 def with_computed(checkpoint: Checkpoint, model: ModelStates, numbers: Mapping[str, float]) -> Checkpoint:
-    """Return a checkpoint with the tensors that are not stored.
+    """Return a checkpoint with tensors that are not stored: weights, and states that are single numbers.
 
-    Args:
-        checkpoint: the checkpoint.
-        model: the model states. A weight that is not stored, or not as a whole, is its master, rounded; unreadable
-            without one. Of tied weights one has a master.
-        numbers: the values of states that are single numbers.
+    A weight that is not stored, or not as a whole, is its master, rounded; unreadable without one. Of tied weights one
+    has a master.
     """
     tensors, unreadable = dict(checkpoint.tensors), dict(checkpoint.unreadable)
     rounded_to: dict[str, tuple[str, DType]] = {}
@@ -84,11 +84,8 @@ def with_masters_compared(checkpoint: Checkpoint) -> Checkpoint:
     ]
     if any(can(file.path).has_latency for file in checkpoint.files):
         compared = compared[:: max(len(compared) // _MOST_AT_URLS, 1)]
-    differing = set()
-    for name, samples in in_batches(_samples(checkpoint, compared)):
-        dtypes = checkpoint.tensors[f"{MASTERS}.{name}"].spec.dtype, checkpoint.tensors[name].spec.dtype
-        if not all(_rounds(master, weight, *dtypes) for master, weight in samples):
-            differing.add(name)
+    samples_read = in_batches(_samples(checkpoint, name) for name in compared)
+    differing = {name for name, samples in samples_read if not all(starmap(_rounds, samples))}
     if not differing:
         return checkpoint
     wrong = {
@@ -96,11 +93,10 @@ def with_masters_compared(checkpoint: Checkpoint) -> Checkpoint:
         for state, tensor in checkpoint.tensors.items()
         if state not in differing and state.partition(".")[2] in differing and tensor.spec.shape
     }
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in wrong}
     warning = _WARNING.format(root=checkpoint.root, names=names(sorted(differing), most=3))
     return replace(
-        checkpoint, tensors=tensors, unreadable={**checkpoint.unreadable, **wrong},
-        warnings=(*checkpoint.warnings, warning),
+        checkpoint, tensors={name: tensor for name, tensor in checkpoint.tensors.items() if name not in wrong},
+        unreadable={**checkpoint.unreadable, **wrong}, warnings=(*checkpoint.warnings, warning),
     )  # fmt: skip
 
 
@@ -111,34 +107,27 @@ def _are_comparable(master: Tensor, weight: Tensor) -> bool:
     return floats and not is_strided and master.spec.shape == weight.spec.shape and 0 not in weight.spec.shape
 
 
-def _samples(
-    checkpoint: Checkpoint, compared: Sequence[str]
-) -> Iterator[tuple[tuple[str, list[tuple[bytearray, bytearray]]], ReadStore, list[Want]]]:
-    """Yield the first and the last elements of each master and weight, and the requests to read them."""
-    for name in compared:
-        pair = checkpoint.tensors[f"{MASTERS}.{name}"], checkpoint.tensors[name]
-        samples: list[tuple[bytearray, bytearray]] = []
-        wants: list[Want] = []
-        for index in (0, -1):
-            blocks = [tensor.sharding.blocks[index].shape for tensor in pair]
-            whole_rows = len({block[1:] for block in blocks}) == 1
-            count = min(_SAMPLE, *(prod(block) if whole_rows else block[-1] for block in blocks))
-            buffers = []
-            for tensor in pair:
-                width, replica = tensor.spec.dtype.itemsize, tensor.sharding.replicas[index][0]
-                begin, nbytes = tensor.runs[replica.runs_index][index]
-                buffers.append(bytearray(count * width))
-                offset = begin if index == 0 else begin + nbytes - count * width
-                wants.append((checkpoint.files[replica.file].path, offset, memoryview(buffers[-1])))
-            samples.append((buffers[0], buffers[1]))
-        yield (name, samples), any_store(), wants
+def _samples(checkpoint: Checkpoint, name: str) -> tuple[tuple[str, list[Arrays]], ReadStore, list[Want]]:
+    """Return arrays for the first and the last elements of a master and its weight, and the requests that fill them."""
+    pair = checkpoint.tensors[f"{MASTERS}.{name}"], checkpoint.tensors[name]
+    samples: list[Arrays] = []
+    wants: list[Want] = []
+    for index in (0, -1):
+        blocks = [tensor.sharding.blocks[index].shape for tensor in pair]
+        whole_rows = len({block[1:] for block in blocks}) == 1
+        count = min(_SAMPLE, *(prod(block) if whole_rows else block[-1] for block in blocks))
+        arrays = [np.empty(count, tensor.spec.dtype.numpy()) for tensor in pair]
+        for tensor, array in zip(pair, arrays, strict=True):
+            replica = tensor.sharding.replicas[index][0]
+            begin, nbytes = tensor.runs[replica.runs_index][index]
+            offset = begin if index == 0 else begin + nbytes - array.nbytes
+            wants.append((checkpoint.files[replica.file].path, offset, array.view(np.uint8).data))
+        samples.append(arrays)
+    return (name, samples), any_store(), wants
 
 
-def _rounds(master: bytearray, weight: bytearray, wide: DType, narrow: DType) -> bool:
+def _rounds(master: NDArray[Any], weight: NDArray[Any]) -> bool:
     """Return whether elements of a master round to elements of a weight."""
-    values: NDArray[Any] = np.frombuffer(master, wide.numpy())
-    expected: NDArray[Any] = np.empty(len(values), narrow.numpy())
-    rounded(values, expected)
-    actual: NDArray[Any] = np.frombuffer(weight, narrow.numpy())
-    with np.errstate(invalid="ignore"):
-        return bool(np.all((expected == actual) | ((expected != expected) & (actual != actual))))  # noqa: PLR0124 -- NaNs
+    expected = np.empty_like(weight)
+    rounded(master, expected)
+    return np.array_equal(expected, weight, equal_nan=True)

@@ -44,12 +44,7 @@ OPTIMIZER = "optimizer_state.pt"
 def open_universal(
     directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True
 ) -> Checkpoint:
-    """Open a Universal Checkpoint, reading the pickles of its files.
-
-    Args:
-        directory: the directory.
-        listing: the names in it.
-        contents: compare samples of weights and masters.
+    """Open a Universal Checkpoint, given the names in its directory.
 
     Raises:
         SourceError: a file is missing or not valid.
@@ -141,16 +136,7 @@ class _StateFile(NamedTuple):
         return cls(number, file._replace(value=None), value)
 
     def add(self, part: PartTensors, name: str, shape: Shape | None) -> None:
-        """Add the state to a part.
-
-        Args:
-            part: the part.
-            name: the name of the state.
-            shape: the shape of the parameter; None if the model states do not have it.
-
-        Raises:
-            SourceError: it is stored flat, and not of this shape.
-        """
+        """Add the state to a part, given the shape of the parameter if the model states have it."""
         part.files[self.number] = self.file
         state = self.value
         if isinstance(state, FileTensor):

@@ -27,7 +27,7 @@ from reshard.core.target import Target, TargetBlocks, TargetFile, literal
 from reshard.errors import Option, SourceError, Text, UsageError, names
 from reshard.expressions.cast import Number
 from reshard.expressions.computed import block_at
-from reshard.formats.deepspeed.carried import CarriedModelStates, CarriedOptimizer, SavedValues, entries, written
+from reshard.formats.deepspeed.carried import CarriedModelStates, CarriedOptimizer, SavedValues, written
 from reshard.formats.deepspeed.checkpoint import DESCRIBED_BY
 from reshard.formats.deepspeed.model import MASTERS, STEP, ModelStates, optional_table
 from reshard.formats.deepspeed.names import MODEL_STATES, OPTIM_STATES
@@ -132,17 +132,11 @@ class UniversalTarget(Target):
     def settled(cls, request: Request, source: Checkpoint) -> Request:
         """Return the request; raise `UsageError` if the source is not of DeepSpeed, or is computed."""
         opened = source.opened
-        hint = Text("choose ", Option("to", "hf"), " for weights")
-        if opened.extras.described_by != DESCRIBED_BY:
+        if opened.extras.described_by != DESCRIBED_BY or source.lora or opened.opening.computation:
             raise UsageError(
-                f"{source.title} is not a checkpoint of DeepSpeed", code="wrong-source",
+                f"{source.title} is not a checkpoint of DeepSpeed, or has computed weights", code="wrong-source",
                 facts=["a Universal Checkpoint continues a training of DeepSpeed, and needs its model states"],
-                hint=hint,
-            )  # fmt: skip
-        if source.lora or opened.opening.computation:
-            raise UsageError(
-                f"{source.title} has computed weights, and the masters of DeepSpeed are others", code="wrong-source",
-                hint=hint,
+                hint=Text("choose ", Option("to", "hf"), " for weights"),
             )  # fmt: skip
         return request
 
@@ -213,9 +207,9 @@ class ModelValues(Objects):
     def compared(self, names: Collection[str]) -> Iterator[tuple[str, object]]:
         """See `Objects`."""
         saved = SavedValues.read(_file_of_rank_0(self.checkpoint.opened, MODEL_STATES))
-        for name, value in entries(saved.root).items():
+        for name, value in saved.root.entries.items():
             if name in names:
-                yield name, (written(value).content, saved.storages({name: value}))
+                yield name, (written(value), saved.storages({name: value}))
 
 
 def _file_of_rank_0(source: Checkpoint, pattern: re.Pattern[str]) -> Place:
