@@ -273,7 +273,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a long name": (
         "bad-name", {"model": lambda values: values["module"].update({"k" * 5000: tensor(np.zeros(1, np.float32))})},
     ),
-    "paddings of fewer": ("ranks-disagree", {"optim": spoil(param_alignment_paddings=[[0], [0, 0]])}),
+    "paddings of fewer": ("wrong-shape", {"optim": spoil(param_alignment_paddings=[[0], [0, 0]])}),
     "paddings that are too large": ("wrong-shape", {"optim": spoil(param_alignment_paddings=[[0, 9], [0, 0]])}),
     "negative paddings": ("bad-shape", {"optim": spoil(param_alignment_paddings=[[0, -9], [0, 0]])}),
     "masters with gaps": (

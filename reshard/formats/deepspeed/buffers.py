@@ -13,6 +13,7 @@ Sources: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py` and `runt
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
@@ -28,14 +29,15 @@ from reshard.kits.torch.pickles import Pairs, describe, numbers
 from reshard.kits.torch.tensors import Rebuilt, rebuilt
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator
 
     from reshard.core.layout.block import Block, Shape
     from reshard.core.model.entries import Entry
     from reshard.dtypes import DType
     from reshard.kits.torch.file import TorchFile
 
-_KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
+Buffers = Sequence[Mapping[str, FileTensor]]
+"""The flat buffers of a group in each rank, by kind of state."""
 
 _MOST_KINDS, _LONGEST_KIND = 64, 256  # of states: each is a tensor, and a part of a name, of each parameter
 _LARGEST = 1 << 62  # of a number of steps, or another single number
@@ -52,43 +54,36 @@ class RankStates(NamedTuple):
         number: its number in the checkpoint.
         groups: the states of each group (or sub-group), by kind (`fp32`, `exp_avg` and so on): a flat buffer; a number,
             or a tensor without dimensions, such as `step`; or the reason why it is not read.
-        values: the values of the optimizer that say how it is cut.
+        stage: the stage of ZeRO; 1 for `BF16_Optimizer`, which does not name it.
+        counts: the number of partitions of each group.
+        paddings: the padding behind each parameter of each group, if it is recorded.
     """
 
     file: TorchFile
     number: int
     groups: Sequence[Mapping[str, FileTensor | float | str]]
-    values: Mapping[str, Any]
+    stage: int
+    counts: Sequence[int]
+    paddings: Sequence[object]
 
     @classmethod
     def of(cls, file: TorchFile, number: int) -> RankStates:
         """Interpret a file of optimizer states; raise `SourceError` if it is not valid."""
         values = table(table(file.value, "optimizer states").get("optimizer_state_dict"), "optimizer_state_dict")
         groups = list(_groups(values))
-        storages = file.storages({
-            state.record for group in groups for state in group.values() if isinstance(state, Rebuilt)
-        })  # fmt: skip
+        states = [state for group in groups for state in group.values()]
+        storages = file.storages({state.record for state in states if isinstance(state, Rebuilt)})
 
         def stored(state: Rebuilt | float | str) -> FileTensor | float | str:
             return FileTensor.of(state, number, storages[state.record]) if isinstance(state, Rebuilt) else state
 
-        located = [{kind: stored(state) for kind, state in group.items()} for group in groups]
-        return cls(file._replace(value=None), number, located, {name: values.get(name) for name in _KEPT})
-
-    @property
-    def stage(self) -> int:
-        """Return the stage of ZeRO; 1 for `BF16_Optimizer`, which does not name it."""
-        return whole_number(self.values.get("zero_stage")) or 1
-
-    def partition_counts(self) -> list[int]:
-        """Return the number of partitions of each group."""
-        count = self.values.get("partition_count")
-        counts = [whole_number(each) for each in (count if isinstance(count, list | tuple) else [count])]
-        if None in counts or not counts:
-            raise SourceError(
-                f"{self.file.path} has {describe(count)} for partition_count; expected whole numbers", code="bad-value"
-            )
-        return [each or 0 for each in counts]
+        paddings = values.get("param_alignment_paddings")
+        return cls(
+            file._replace(value=None), number,
+            [{kind: stored(state) for kind, state in group.items()} for group in groups],
+            whole_number(values.get("zero_stage")) or 1, _partition_counts(values),
+            paddings if isinstance(paddings, list) else [],
+        )  # fmt: skip
 
     def buffers(self, group: int) -> dict[str, FileTensor]:
         """Return the flat buffers of a group, by kind of state."""
@@ -101,6 +96,19 @@ class RankStates(NamedTuple):
             for group in range(len(self.groups))
             for kind, buffer in self.buffers(group).items()
         }
+
+
+def _partition_counts(values: Mapping[str, Any]) -> list[int]:
+    """Return the number of partitions of each group."""
+    listed = values.get("partition_count")
+    counts = [whole_number(each) for each in (listed if isinstance(listed, list | tuple) else [listed])]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts) or not known:
+        raise SourceError(f"has {describe(listed)} for partition_count; expected whole numbers", code="bad-value")
+    for of_group in values.get("ds_zero_partition_groups") or ():
+        if table(of_group, "ds_zero_partition_groups").get("partition_count") not in [None, *known]:
+            raise SourceError("is cut within groups of ranks, which is not supported", code="unsupported-layout")
+    return known
 
 
 def _groups(values: Mapping[str, Any]) -> Iterator[dict[str, Rebuilt | float | str]]:
@@ -170,28 +178,24 @@ def states_by_name(
         skipped: groups to leave out.
 
     Raises:
-        SourceError: the sizes of buffers contradict the shapes.
+        SourceError: the sizes of buffers contradict the shapes. The message does not name the file.
     """
-    for rank in ranks:
-        if len(rank.groups) != len(shapes):
-            raise SourceError(
-                f"{rank.file.path} has {len(rank.groups)} groups of parameters; param_shapes has {len(shapes)}",
-                code="wrong-shape",
-            )
+    groups = {len(rank.groups) for rank in ranks}
+    if groups != {len(shapes)}:
+        raise SourceError(f"has {min(groups)} groups of parameters; param_shapes has {len(shapes)}", code="wrong-shape")
+    locate = _parameters_cut if ranks[0].stage == 3 else _group_cut
     for group, of_group in enumerate(shapes):
         if group in skipped:
             continue
         buffers = [rank.buffers(group) for rank in ranks]
         if any(each.keys() != buffers[0].keys() for each in buffers):
-            raise SourceError(
-                f"{ranks[0].file.path}: ranks have different states of group {group}", code="ranks-disagree"
-            )
-        cut = _Cut(ranks, group, of_group, [each[MASTERS].shape[0] for each in buffers])
+            raise SourceError(f"and other ranks have different states of group {group}", code="ranks-disagree")
+        gaps = _paddings(ranks[0], group, len(of_group))
         for kind, state in ranks[0].groups[group].items():
             states: Sequence[Flat | FileTensor | float | str] = [state] * len(of_group)
             if kind in buffers[0]:
                 try:
-                    states = cut.parameters(kind, [each[kind] for each in buffers])
+                    states = locate(ranks, kind, buffers, [*of_group.values()], gaps)
                 except SourceError as error:
                     if kind == MASTERS:
                         raise
@@ -200,91 +204,68 @@ def states_by_name(
                 yield name, kind, each
 
 
-class _Cut(NamedTuple):
-    """How the buffers of a group are cut into parameters.
+def _paddings(rank: RankStates, group: int, count: int) -> Sequence[int]:
+    """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
+    recorded = rank.paddings[group] if group < len(rank.paddings) else None
+    gaps = [0] * count if recorded is None else numbers(recorded, count)
+    if len(gaps) != count:
+        raise SourceError(f"has {len(gaps)} param_alignment_paddings of {count} parameters", code="wrong-shape")
+    return gaps
 
-    Attributes:
-        ranks: the states of all ranks.
-        group: the group.
-        shapes: the shapes of its parameters.
-        masters: the number of elements of each rank's masters.
-    """
 
-    ranks: Sequence[RankStates]
-    group: int
-    shapes: Mapping[str, Shape]
-    masters: Sequence[int]
+def _group_cut(
+    ranks: Sequence[RankStates], kind: str, buffers: Buffers, shapes: Sequence[Shape], gaps: Sequence[int]
+) -> list[Flat]:
+    """Return the parameters of a group that is cut as one vector."""
+    begins = list(accumulate((prod(shape) + gap for shape, gap in zip(shapes, gaps, strict=True)), initial=0))
+    total, count = begins.pop(), len(ranks)
+    masters, lengths = ([of_rank[each].shape[0] for of_rank in buffers] for each in (MASTERS, kind))
+    size = masters[0]  # of a part with its padding, unless all elements are in the first part
+    if not any(masters[1:]):
+        size = max(size, min(max(lengths), total + _PADDING - 1))
+    for number, length in enumerate(lengths):
+        _check_length(kind, number, length, size, min(max(total - number * size, 0), size))
+    if not 0 <= size * count - total < _PADDING * count + _ALIGNMENT * len(shapes):
+        raise SourceError(
+            f"has {kind} of {size * count:,} elements in all ranks; by param_shapes, expected {total:,} and a little "
+            "padding",
+            code="wrong-shape",
+        )
+    dtype, starts = _places(kind, buffers)
+    files = [rank.number for rank in ranks]
+    return [Flat.of(dtype, shape, begin, size, files, starts) for shape, begin in zip(shapes, begins, strict=True)]
 
-    def parameters(self, kind: str, buffers: Sequence[FileTensor]) -> list[Flat]:
-        """Return the parameters in buffers of a kind of state; raise `SourceError` if these have other sizes."""
-        dtypes = {buffer.dtype.name for buffer in buffers}
-        if len(dtypes) > 1:
-            raise SourceError(
-                f"{self.ranks[0].file.path}: {kind} is of {' and '.join(sorted(dtypes))} in different ranks",
-                code="mixed-dtypes",
-            )
-        return self._each_by_itself(kind, buffers) if self.ranks[0].stage == 3 else self._as_one(kind, buffers)
 
-    def _as_one(self, kind: str, buffers: Sequence[FileTensor]) -> list[Flat]:
-        """Return the parameters of a group that is cut as one vector."""
-        sizes = [prod(shape) + gap for shape, gap in zip(self.shapes.values(), self._paddings(), strict=True)]
-        begins = list(accumulate(sizes, initial=0))
-        total, count = begins.pop(), len(buffers)
-        size = self.masters[0]  # of a part with its padding, unless all elements are in the first part
-        if not any(self.masters[1:]):
-            size = max(size, min(max(buffer.shape[0] for buffer in buffers), total + _PADDING - 1))
-        for number in range(count):
-            self._check_length(kind, number, buffers, size, min(max(total - number * size, 0), size))
-        if not 0 <= size * count - total < _PADDING * count + _ALIGNMENT * len(self.shapes):
-            raise SourceError(
-                f"{self.ranks[0].file.path}: {kind} of group {self.group} has {size * count:,} elements in all ranks; "
-                f"by param_shapes, expected {total:,} and a little padding",
-                code="wrong-shape",
-            )
-        files, starts = [rank.number for rank in self.ranks], [buffer.begin for buffer in buffers]
-        return [
-            Flat.of(buffers[0].dtype, shape, begin, size, files, starts)
-            for shape, begin in zip(self.shapes.values(), begins, strict=True)
-        ]
+def _parameters_cut(
+    ranks: Sequence[RankStates], kind: str, buffers: Buffers, shapes: Sequence[Shape], _gaps: Sequence[int]
+) -> list[Flat]:
+    """Return parameters that are each cut by themselves."""
+    begins = list(accumulate((-(-prod(shape) // len(ranks)) for shape in shapes), initial=0))
+    total = begins.pop()
+    for number, of_rank in enumerate(buffers):
+        _check_length(kind, number, of_rank[kind].shape[0], total)
+    dtype, starts = _places(kind, buffers)
+    files = [rank.number for rank in ranks]
+    return [
+        Flat.of_parts(dtype, shape, files, [start + begin * dtype.itemsize for start in starts])
+        for shape, begin in zip(shapes, begins, strict=True)
+    ]
 
-    def _each_by_itself(self, kind: str, buffers: Sequence[FileTensor]) -> list[Flat]:
-        """Return parameters that are each cut by themselves."""
-        begins = list(accumulate((-(-prod(shape) // len(buffers)) for shape in self.shapes.values()), initial=0))
-        total = begins.pop()
-        for number in range(len(buffers)):
-            self._check_length(kind, number, buffers, total)
-        dtype, files = buffers[0].dtype, [rank.number for rank in self.ranks]
-        return [
-            Flat.of_parts(dtype, shape, files, [buffer.begin + begin * dtype.itemsize for buffer in buffers])
-            for shape, begin in zip(self.shapes.values(), begins, strict=True)
-        ]
 
-    def _check_length(self, kind: str, number: int, buffers: Sequence[FileTensor], *expected: int) -> None:
-        if buffers[number].shape[0] not in expected:
-            raise SourceError(
-                f"{self.ranks[number].file.path}: {kind} of group {self.group} has {buffers[number].shape[0]:,} "
-                f"elements; by param_shapes, expected {' or '.join(f'{each:,}' for each in expected)}",
-                code="wrong-shape",
-            )
+def _check_length(kind: str, number: int, length: int, *expected: int) -> None:
+    if length not in expected:
+        sizes = " or ".join(f"{each:,}" for each in expected)
+        raise SourceError(
+            f"has {kind} of {length:,} elements in rank {number}; by param_shapes, expected {sizes}", code="wrong-shape"
+        )
 
-    def _paddings(self) -> tuple[int, ...]:
-        """Return the padding behind each parameter of the group; DeepSpeed before 0.19 has none."""
-        recorded = set()
-        for rank in self.ranks:
-            paddings = rank.values.get("param_alignment_paddings")
-            if isinstance(paddings, list) and self.group < len(paddings) and paddings[self.group] is not None:
-                try:
-                    recorded.add(numbers(paddings[self.group], len(self.shapes)))
-                except SourceError as error:
-                    raise error.about(rank.file.path) from None
-        first, *others = recorded or {(0,) * len(self.shapes)}
-        if others or len(first) != len(self.shapes):
-            raise SourceError(
-                f"{self.ranks[0].file.path}: param_alignment_paddings of group {self.group} differ between ranks, or "
-                f"are not of its {len(self.shapes)} parameters",
-                code="ranks-disagree",
-            )
-        return first
+
+def _places(kind: str, buffers: Buffers) -> tuple[DType, list[int]]:
+    """Return the dtype of a kind of state, and the offset of each rank's buffer in its file."""
+    dtypes = {of_rank[kind].dtype.name for of_rank in buffers}
+    if len(dtypes) > 1:
+        raise SourceError(f"has {kind} of {' and '.join(sorted(dtypes))} in different ranks", code="mixed-dtypes")
+    return buffers[0][kind].dtype, [of_rank[kind].begin for of_rank in buffers]
 
 
 class Flat(NamedTuple):

@@ -182,9 +182,12 @@ class PartTensors:
         for rank in ranks:
             self.files[rank.number] = rank.file
             self.entries.setdefault(rank.number, {}).update(rank.entries())
-        skipped = {group for group, count in enumerate(ranks[0].partition_counts()) if count != len(ranks)}
-        for name, kind, state in states_by_name(ranks, self.model.groups, skipped):
-            self.add_state(f"{kind}.{name}", state)
+        skipped = {group for group, count in enumerate(ranks[0].counts) if count != len(ranks)}
+        try:
+            for name, kind, state in states_by_name(ranks, self.model.groups, skipped):
+                self.add_state(f"{kind}.{name}", state)
+        except SourceError as error:
+            raise error.about(ranks[0].file.path) from None
         for name in sorted(f"{kind}.{name}" for name in experts for kind in _OF_ADAM):
             if name not in self.located and name not in self.numbers:
                 self.unreadable[name] = _OF_EXPERTS
@@ -193,8 +196,7 @@ class PartTensors:
         """Add a state: its location, its value, or the reason why it cannot be read."""
         if name in self.model.module or name in self.located or name in self.numbers:
             raise SourceError(
-                f"{self.model.file.path} has {name!r:.60} twice, or as a weight and as a state of another weight",
-                code="duplicate-name",
+                f"has {name!r:.60} twice, or as a weight and as a state of another weight", code="duplicate-name"
             )
         if isinstance(state, str):
             self.unreadable[name] = state
@@ -215,20 +217,14 @@ def _check_counts(ranks: Sequence[RankStates], *, has_experts: bool) -> None:
     if len({rank.stage for rank in ranks}) > 1:
         raise SourceError(f"{ranks[0].file.path} and other ranks are of different stages", code="ranks-disagree")
     for rank in ranks:
-        counts = rank.partition_counts()
-        count = max(counts) if has_experts else next((each for each in counts if each != len(ranks)), len(ranks))
-        if count != len(ranks):
+        others = [count for count in rank.counts if count != len(ranks)]
+        if others and (max(rank.counts) != len(ranks) or not has_experts):
             raise SourceError(
-                f"{rank.file.path} is one of {count} partitions, and there are files of {len(ranks)} ranks",
+                f"{rank.file.path} is one of {max(others)} partitions, and there are files of {len(ranks)} ranks",
                 code="wrong-count",
                 facts=[_COUNTS],
-                hint=f"move the files of ranks {count} and up to another directory" if count < len(ranks) else "",
+                hint="move the files of further ranks, if there are any, to another directory",
             )
-        for of_group in rank.values.get("ds_zero_partition_groups") or ():
-            if table(of_group, "ds_zero_partition_groups").get("partition_count") not in {None, len(ranks)}:
-                raise SourceError(
-                    f"{rank.file.path} is cut within groups of ranks, which is not supported", code="unsupported-layout"
-                )
 
 
 def _check_steps(ranks: Sequence[RankStates]) -> None:
