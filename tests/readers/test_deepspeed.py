@@ -136,15 +136,6 @@ def test_any_number_of_ranks(tmp_path: Path, stage: int, ranks: int) -> None:
     assert_equal(reshard.open(tmp_path / "out"), full)
 
 
-def test_steps_and_learning_rates_that_are_numbers(tmp_path: Path) -> None:
-    """DeepSpeed's own optimizers count steps in Python."""
-    full = write_zero(tmp_path / "run", GROUPS, stage=3, step=3)
-    assert_equal(reshard.open(tmp_path / "run"), full)
-    done("convert", tmp_path / "run", tmp_path / "out", "--to", "hf")
-    assert_equal(reshard.open(tmp_path / "out"), full)
-    done("verify", tmp_path / "out")
-
-
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "hidden_size": 8, "head_dim": 4, "intermediate_size": 12, "vocab_size": 16,
@@ -176,13 +167,6 @@ def test_states_are_known_as_states_of_their_weights(tmp_path: Path, step: int |
         assert fused[f"{kind}{fc1}"].compute().tobytes() == np.concatenate(parts).tobytes()
     assert fused[f"step.{fc1}"].compute() == 3
     done("verify", tmp_path / "out")
-
-
-def test_a_plan_is_saved_and_run_elsewhere(tmp_path: Path) -> None:
-    full = write_zero(tmp_path / "run", GROUPS, stage=3)
-    reshard.plan(reshard.open(tmp_path / "run"), to="hf").save(tmp_path / "plan.json")
-    done("run", tmp_path / "plan.json", tmp_path / "out")
-    assert_equal(reshard.open(tmp_path / "out"), full)
 
 
 def test_rounding_is_to_even_and_keeps_what_is_not_a_number(tmp_path: Path) -> None:
@@ -276,6 +260,9 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "paddings of fewer": ("wrong-shape", {"optim": spoil(param_alignment_paddings=[[0], [0, 0]])}),
     "paddings that are too large": ("wrong-shape", {"optim": spoil(param_alignment_paddings=[[0, 9], [0, 0]])}),
     "negative paddings": ("bad-shape", {"optim": spoil(param_alignment_paddings=[[0, -9], [0, 0]])}),
+    "fewer elements, all buffers full": (
+        "wrong-shape", {"model": spoil(param_shapes=[{"v": (20, 4)}]), "groups": [{"w": (40, 4)}]},
+    ),
     "masters with gaps": (
         "wrong-shape",
         {"optim": spoil(single_partition_of_fp32_groups=[tensor(np.zeros((3, 13), np.float32))] * 2)},
@@ -290,15 +277,8 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults(tmp_path: Path, fault: str) -> None:
     code, changes = FAULTS[fault]
-    write_zero(tmp_path, GROUPS, **changes)
+    write_zero(tmp_path, **{"groups": GROUPS, **changes})
     with refused(SourceError, code, tmp_path):
-        reshard.open(tmp_path)
-
-
-def test_more_padding_than_there_can_be(tmp_path: Path) -> None:
-    """Every buffer is full, so that only the sum shows that the model states have other parameters."""
-    write_zero(tmp_path, [{"w": (40, 4)}], model=spoil(param_shapes=[{"v": (20, 4)}]))
-    with refused(SourceError, "wrong-shape", "80"):
         reshard.open(tmp_path)
 
 
@@ -321,6 +301,8 @@ def test_one_file_alone_is_one_of_several(tmp_path: Path) -> None:
     write_zero(tmp_path, GROUPS, stage=3)
     for path in (tmp_path / "global_step3").iterdir():
         failed(4, "one-of-several", "inspect", path)
+    write_save(tmp_path / "global_step3" / "layer_00-model_00-model_states.pt", {"w": tensor(np.zeros(3, np.float32))})
+    failed(4, "unsupported-layout", "inspect", tmp_path)  # of a pipeline
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -332,12 +314,6 @@ def test_ranks_of_two_savings(tmp_path: Path, stage: int) -> None:
     shutil.copy(tmp_path / "old" / "global_step3" / name, tmp_path / "new" / "global_step3" / name)
     with refused(SourceError, "several-steps", name):
         reshard.open(tmp_path / "new")
-
-
-def test_a_pipeline_is_refused(tmp_path: Path) -> None:
-    write_zero(tmp_path, GROUPS)
-    write_save(tmp_path / "global_step3" / "layer_00-model_00-model_states.pt", {"w": tensor(np.zeros(3, np.float32))})
-    failed(4, "unsupported-layout", "inspect", tmp_path)
 
 
 SPOILT = ("s3_dp2_bf16", "s2_dp2_bf16", "frozen_s3_dp3", "universal_s3_dp2_bf16", "legacy_s2_dp2", "moe_s2_dp2")

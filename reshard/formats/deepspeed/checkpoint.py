@@ -8,7 +8,7 @@ has. If weights are stored, samples of them are compared with the masters, which
 
 from __future__ import annotations
 
-from collections import deque
+from collections import ChainMap, deque
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal
@@ -184,10 +184,11 @@ class PartTensors:
             self.entries.setdefault(rank.number, {}).update(rank.entries())
         skipped = {group for group, count in enumerate(ranks[0].counts) if count != len(ranks)}
         try:
-            for name, kind, state in states_by_name(ranks, self.model.groups, skipped):
-                self.add_state(f"{kind}.{name}", state)
+            states = list(states_by_name(ranks, self.model.groups, skipped))
         except SourceError as error:
             raise error.about(ranks[0].file.path) from None
+        for name, kind, state in states:
+            self.add_state(f"{kind}.{name}", state)
         for name in sorted(f"{kind}.{name}" for name in experts for kind in _OF_ADAM):
             if name not in self.located and name not in self.numbers:
                 self.unreadable[name] = _OF_EXPERTS
@@ -196,7 +197,7 @@ class PartTensors:
         """Add a state: its location, its value, or the reason why it cannot be read."""
         if name in self.model.module or name in self.located or name in self.numbers:
             raise SourceError(
-                f"has {name!r:.60} twice, or as a weight and as a state of another weight", code="duplicate-name"
+                f"{self.model.file.path} has {name!r:.60} twice, or as a weight and as a state", code="duplicate-name"
             )
         if isinstance(state, str):
             self.unreadable[name] = state
@@ -267,14 +268,13 @@ def checkpoint_of(
     """
     model, every = parts[0].model, [*parts, *([] if states is None else [states])]
     joined = _joined(directory, parts, rules)
-    unreadable = {name: reason for part in reversed(every) for name, reason in part.unreadable.items()}
-    unreadable |= joined.unreadable
+    unreadable = {**ChainMap(*(part.unreadable for part in every)), **joined.unreadable}
     tensors = joined.tensors | ({} if states is None else _whole(states))
     tensors = {name: tensor for name, tensor in tensors.items() if name not in unreadable}
     if not tensors:
         raise SourceError(f"{directory}: {nothing_readable(unreadable)}", code="no-tensors")
-    files = {number: file for part in every for number, file in part.files.items()}
-    entries = {number: of_file for part in every for number, of_file in part.entries.items()}
+    files = ChainMap(*(part.files for part in every))
+    entries = ChainMap(*(part.entries for part in every))
     objects = {name: Object(problem=_problem(value)) for name, value in model.others.items() if value is not None}
     checkpoint = Checkpoint(
         str(directory), tensors,
@@ -286,8 +286,7 @@ def checkpoint_of(
     checkpoint = with_replicas_compared(checkpoint, joined, contents=contents)
     if contents:
         checkpoint = with_masters_compared(checkpoint)
-    numbers = {name: number for part in reversed(every) for name, number in part.numbers.items()}
-    checkpoint = with_computed(checkpoint, model, numbers)
+    checkpoint = with_computed(checkpoint, model, ChainMap(*(part.numbers for part in every)))
     first = [name for name in model.module if name in checkpoint.tensors]
     return replace(checkpoint, tensors={name: checkpoint.tensors[name] for name in (*first, *checkpoint.tensors)})
 
