@@ -246,6 +246,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "groups of ranks": (
         "unsupported-layout", {"optim": spoil(ds_zero_partition_groups=[{"partition_count": 1}])},
     ),
+    "groups of ranks that are a number": ("bad-value", {"optim": spoil(ds_zero_partition_groups=7)}),
     "no states": ("bad-value", {"optim": spoil(base_optimizer_state=None)}),
     "many kinds of states": (
         "too-large",

@@ -120,6 +120,7 @@ def test_rules_win_over_patterns(tmp_path: Path) -> None:
 AVERAGED = {**PATTERNS, "parameter_to_average_patterns": [r"\d+.norm.weight"]}
 REFUSED: dict[str, dict[str, Any]] = {
     "replicas-differ": {"patterns": {"tp_replicated_parameter_patterns": [".*"]}},
+    "saved-whole": {"patterns": {"tp_replicated_parameter_patterns": 7}},  # which says nothing
     "bad-pattern": {"patterns": {"tp_replicated_parameter_patterns": ["(a+)+$"]}},
     "unsupported-layout": {
         "patterns": PATTERNS,

@@ -105,7 +105,7 @@ def _partition_counts(values: Mapping[str, Any]) -> list[int]:
     known = [count for count in counts if count is not None]
     if len(known) < len(counts) or not known:
         raise SourceError(f"has {describe(listed)} for partition_count; expected whole numbers", code="bad-value")
-    for of_group in values.get("ds_zero_partition_groups") or ():
+    for of_group in numbered(values.get("ds_zero_partition_groups") or [], "ds_zero_partition_groups"):
         if table(of_group, "ds_zero_partition_groups").get("partition_count") not in [None, *known]:
             raise SourceError("is cut within groups of ranks, which is not supported", code="unsupported-layout")
     return known
@@ -172,10 +172,7 @@ def states_by_name(
 ) -> Iterator[tuple[str, str, Flat | FileTensor | float | str]]:
     """Yield the states of each parameter: its name, the kind of state, and its location, its value, or why it has none.
 
-    Args:
-        ranks: the states of all data-parallel ranks, in order.
-        shapes: the shapes of the parameters of each group (or sub-group), in the order of the buffers.
-        skipped: groups to leave out.
+    Ranks are in order, and shapes by group (or sub-group) in the order of the buffers; skipped groups are left out.
 
     Raises:
         SourceError: the sizes of buffers contradict the shapes. The message does not name the file.
@@ -289,13 +286,7 @@ class Flat(NamedTuple):
     def of(cls, dtype: DType, shape: Shape, begin: int, size: int, files: Sequence[int], starts: Sequence[int]) -> Flat:
         """Return a tensor from element `begin` on of a vector, which is cut in parts of `size` elements.
 
-        Args:
-            dtype: its dtype.
-            shape: its shape.
-            begin: its first element in the vector.
-            size: the number of elements of a part.
-            files: the number of each part's file.
-            starts: the offset of each part in its file.
+        Each part has the number of its file, and its offset there in bytes.
         """
         end = begin + prod(shape)
         parts = range(begin // size, -(-end // size)) if end > begin else range(0)

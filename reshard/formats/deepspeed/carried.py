@@ -328,11 +328,7 @@ class CarriedOptimizer:
     def __init__(self, saved: SavedValues, *, universal: bool, groups: int, version: object) -> None:
         """Read the optimizer states of rank 0, or the optimizer's file of a Universal Checkpoint.
 
-        Args:
-            saved: the file.
-            universal: the source is a Universal Checkpoint.
-            groups: the number of groups of parameters, if the source does not have the hyper-parameters.
-            version: the version of DeepSpeed, if the file does not have it.
+        The number of groups, and the version of DeepSpeed, are used if the file does not have them.
 
         Raises:
             SourceError: the file is not valid, or has values that cannot be carried.
@@ -344,7 +340,8 @@ class CarriedOptimizer:
         of_torch = values.get(_OF_TORCH, values.get(_BASE))
         hyper = of_torch.entries.get(_GROUPS) if isinstance(of_torch, Made) else None  # a list if it is elastic
         self._root = root
-        self._groups = [group for group in values.get(_GROUPS, hyper) or () if isinstance(group, Made)]
+        listed = values.get(_GROUPS, hyper)
+        self._groups = [group for group in listed if isinstance(group, Made)] if isinstance(listed, list) else []
         self.has_groups = any(len(group.entries) > 1 for group in self._groups)
         self._groups = self._groups or [value_of({_PARAMS: [number]}) for number in range(groups)]
         self._values = {name: value for name, value in values.items() if name not in _OF_RANK}
@@ -358,11 +355,9 @@ class CarriedOptimizer:
         return next(_free_keys(self._storages))
 
     def saved(self, step: object, storages: Mapping[str, bytes] | None = None) -> bytes:
-        """Return the file.
+        """Return the file, with a number of steps or a call that makes one, and the storage that it uses.
 
-        Args:
-            step: the number of steps, or what makes the tensor; None if the optimizer does not count steps.
-            storages: the storage of that tensor, by key.
+        The step is None if the optimizer does not count steps.
         """
         first = self._groups[0]
         contents = [{name: written(value) for name, value in group.entries.items()} for group in self._groups]

@@ -95,10 +95,10 @@ class Recorded:
         self.is_known = bool(values)
         self._rules, self.unsupported, self.maps = NamePatterns(path), NamePatterns(path), NamePatterns(path)
         for kind, rule in _KINDS.items():
-            for pattern in values.get(kind) or ():
+            for pattern in patterns_of(values.get(kind)):
                 self._rules.add(pattern, rule)
         for kind in _UNSUPPORTED:
-            for pattern in _patterns_of(values.get(kind)):
+            for pattern in patterns_of(values.get(kind)):
                 self.unsupported.add(pattern, kind)
         affine = optional_table(values, "affine_map")
         if whole_number(affine.get("version")) in _MAP_VERSIONS:
@@ -110,7 +110,7 @@ class Recorded:
         return self._rules.get(name) or (COLUMNS if self.is_known else None)
 
 
-def _patterns_of(value: object) -> Iterator[object]:
+def patterns_of(value: object) -> Iterator[object]:
     """Yield the patterns of a list, of the keys of a dict, or of a list of dicts with lists of patterns."""
     if isinstance(value, Pairs):
         yield from value[::2]
@@ -123,11 +123,7 @@ def _patterns_of(value: object) -> Iterator[object]:
 class TensorCuts:
     """How the tensors of a checkpoint are cut: as the user says, else by affine maps, else by patterns.
 
-    Args:
-        model: the model states of the first part.
-        rules: the user's rules, by name or glob.
-        count: the number of parts.
-        weights: the names of weights; `KIND.NAME` is a state of one, and cut like it.
+    Model states are of the first part, and `KIND.NAME` is a state of a weight, and cut like it.
 
     Raises:
         SourceError: neither the files nor the user say it, or the parts are of a pipeline.

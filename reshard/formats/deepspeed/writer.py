@@ -16,7 +16,7 @@ Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py`, `checkpoint/universal_
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reshard.core.layout.block import Block
 from reshard.core.model.entries import Content, FileLayout
@@ -31,7 +31,7 @@ from reshard.formats.deepspeed.carried import CarriedModelStates, CarriedOptimiz
 from reshard.formats.deepspeed.checkpoint import DESCRIBED_BY
 from reshard.formats.deepspeed.model import MASTERS, STEP, ModelStates, optional_table
 from reshard.formats.deepspeed.names import MODEL_STATES, OPTIM_STATES
-from reshard.formats.deepspeed.tensor_parallel import PATTERNS, NamePatterns, Recorded
+from reshard.formats.deepspeed.tensor_parallel import PATTERNS, NamePatterns, Recorded, patterns_of
 from reshard.formats.deepspeed.universal import DIRECTORY, OPTIMIZER
 from reshard.kits.parts.cuts import COLUMNS, COPY, GATE_AND_UP, ROWS, WHOLE
 from reshard.kits.torch.saved_tensors import rebuilding, saved_object, saved_tensor, torch_dtype
@@ -80,11 +80,8 @@ _ENTRIES: Mapping[str, Entries] = {
 }
 
 
-class ParameterState(NamedTuple):
-    """A state of a parameter: the parameter's name in the target, and the kind of state."""
-
-    parameter: str
-    kind: str
+ParameterState = tuple[str, str]
+"""A state of a parameter: the parameter's name in the target, and the kind of state."""
 
 
 class UniversalTarget(Target):
@@ -104,7 +101,7 @@ class UniversalTarget(Target):
         self._model = ModelStates.of(saved.file, 0)
         self._states = _parameter_states(self._source, items, self._model.module, faults)
         self._numbers = {name: len(_MODEL_FILES) + number for number, name in enumerate(self._states)}
-        steps = [name for name, state in self._states.items() if state.kind == STEP]
+        steps = [name for name, (_, kind) in self._states.items() if kind == STEP]
         numbers = {name: _number(self._source, self._items[name]) for name in steps}
         self._steps = {name: number for name, number in numbers.items() if number is not None}
         self._carried = CarriedModelStates(saved, opened.extras.objects.keys() - objects.keys() - _NEEDED)
@@ -114,7 +111,7 @@ class UniversalTarget(Target):
             version=self._carried.version,
         )  # fmt: skip
         self._optimizer_file = self._saved_optimizer(optimizer, steps[0] if steps else None)
-        parameters = {self._items[state.parameter].tensor.spec.name for state in self._states.values()}
+        parameters = {self._items[parameter].tensor.spec.name for parameter, _ in self._states.values()}
         self._cut, is_cut_known = _cutting(self._model, opened.opening.rules, parameters)
         zero = optional_table(optional_table(self._model.others, "ds_config"), "zero_optimization")
         self._remarks = {
@@ -160,14 +157,14 @@ class UniversalTarget(Target):
             stored = weights if whole is None else whole
             layout = _layout(self._carried.saved(shapes, whole), [weights[name] for name in stored])
             result.append(TargetFile(0, path, layout))
-        for name, state in self._states.items():
+        for name, (parameter, kind) in self._states.items():
             item = self._items[name]
             if name in self._steps:
                 layout = literal(saved_object(self._steps[name]))
             else:
-                beside = () if state.kind == STEP else self._cut[self._items[state.parameter].tensor.spec.name]
+                beside = () if kind == STEP else self._cut[self._items[parameter].tensor.spec.name]
                 layout = _layout(saved_tensor(item.dtype, item.tensor.spec.shape, beside), [item])
-            result.append(TargetFile(0, f"{DIRECTORY}/{state.parameter}/{state.kind}.pt", layout))
+            result.append(TargetFile(0, f"{DIRECTORY}/{parameter}/{kind}.pt", layout))
         return (
             *result,
             TargetFile(0, f"{DIRECTORY}/{OPTIMIZER}", literal(self._optimizer_file), last=True),
@@ -241,13 +238,9 @@ def _number(source: Checkpoint, item: TargetTensor) -> float | None:
 def _parameter_states(
     source: Checkpoint, items: Sequence[TargetTensor], weights: Collection[str], faults: Faults
 ) -> dict[str, ParameterState]:
-    """Return the planned tensors that are states, by their names in the target.
+    """Return the planned tensors that are states, by their names in the target; `weights` are of no state.
 
-    Args:
-        source: the checkpoint.
-        items: the planned tensors.
-        weights: names that are of no state, even if they look like one.
-        faults: collects parameters that lack a state, and names that are not of a directory.
+    Faults are parameters that lack a state, and names that are not of a directory.
 
     Raises:
         UsageError: there are none.
@@ -267,7 +260,7 @@ def _parameter_states(
         kind, weight = known.get(item.tensor.spec.name, ("", ""))
         if weight in lacking:
             del lacking[weight][kind]
-            result[item.name] = ParameterState(new_names[weight], kind)
+            result[item.name] = new_names[weight], kind
         elif weight:
             faults.add(
                 f"tensor {item.name!r}", f"is a state of {weight!r}, which is left out", code="no-weight",
@@ -302,16 +295,13 @@ def _is_directory_name(name: str) -> bool:
 def _cutting(
     model: ModelStates, rules: Mapping[str, str], parameters: Collection[str]
 ) -> tuple[dict[str, Entries], bool]:
-    """Return the entries next to the states of each parameter, and whether it is known how each is cut.
+    """Return the entries next to the states of each parameter of a source, and whether it is known how each is cut.
 
-    Args:
-        model: the model states of the source.
-        rules: how the user says that its parts are cut, by name or glob; the last one that matches counts.
-        parameters: the names of parameters in the source.
+    Rules are the user's, by name or glob; the last one that matches counts.
     """
     try:
         recorded, vocabulary = Recorded(model), NamePatterns(model.file.path)
-        for pattern in optional_table(model.others, PATTERNS).get("vocabulary_parameter_patterns") or ():
+        for pattern in patterns_of(optional_table(model.others, PATTERNS).get("vocabulary_parameter_patterns")):
             vocabulary.add(pattern, value=True)
     except SourceError:  # of patterns that are not supported
         return dict.fromkeys(parameters, _ENTRIES[COLUMNS]), False
