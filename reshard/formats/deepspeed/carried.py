@@ -291,12 +291,7 @@ class CarriedModelStates:
         self.version = saved.root.entries.get("ds_version")
 
     def saved(self, tensors: Mapping[str, tuple[DType, Shape]], whole: Collection[str] | None = None) -> Saved:
-        """Return a file of model states, with the bytes of whole tensors in their order.
-
-        Args:
-            tensors: the dtypes and shapes of the tensors of the module, by name.
-            whole: the names of whole tensors, in the file for stage 3; None if all are whole.
-        """
+        """Return a file of model states with tensors of these dtypes and shapes; all are whole, or the named ones."""
         stored = {
             name: (dtype, shape if whole is None or name in whole else (0,)) for name, (dtype, shape) in tensors.items()
         }

@@ -255,16 +255,10 @@ def checkpoint_of(
     states: PartTensors | None = None,
     warnings: Sequence[str] = (),
 ) -> Checkpoint:
-    """Return the checkpoint of tensor-parallel parts.
+    """Return the checkpoint of tensor-parallel parts, and of states that are whole.
 
-    Args:
-        directory: the directory of the files.
-        ranks: the rank of each file, by its number.
-        parts: the tensors of each part. The model states of the first give the order of weights, and further values.
-        contents: compare samples of weights and masters.
-        rules: the user's rules.
-        states: states that are whole, not in parts.
-        warnings: warnings of the checkpoint.
+    The model states of the first part give the order of weights, and further values. Ranks are those of the files, by
+    number.
     """
     model, every = parts[0].model, [*parts, *([] if states is None else [states])]
     joined = _joined(directory, parts, rules)

@@ -176,11 +176,7 @@ class TensorCuts:
 
 
 def affine_cut(value: object, shapes: Sequence[Shape]) -> TensorCut:
-    """Return how parts make a whole parameter by its map, as pickled.
-
-    Raises:
-        SourceError: the map is not valid, contradicts the parts, or has scaled pieces or ones that are not boxes.
-    """
+    """Return how parts make a whole parameter by its pickled map; raise `SourceError` if it does not describe boxes."""
     content = table(value, _MAP)
     whole = numbers(content.get("logical_shape"))
     parts = [table(part, _MAP) for part in numbered(content.get("ranks"), _MAP)]
