@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -53,8 +52,20 @@ def values(groups: Sequence[Mapping[str, Sequence[int]]], seed: int = 0) -> dict
     return full
 
 
-def _flat(full: Mapping[str, Array], kind: str, group: Mapping[str, Sequence[int]]) -> Array:
-    return np.concatenate([full[f"{kind}.{name}"].reshape(-1) for name in group] or [np.zeros(0, np.float32)])
+def _buffer(full: Mapping[str, Array], kind: str, group: Mapping[str, Sequence[int]], rank: int, **cut: int) -> Array:
+    """A rank's flat buffer of a kind of state, of a group."""
+    ranks = cut["ranks"]
+    flats = [full[f"{kind}.{name}"].reshape(-1) for name in group] or [np.zeros(0, np.float32)]
+    if cut["stage"] < 3:
+        flat = np.concatenate(flats)
+        each = -(-flat.size // (2 * ranks)) * 2
+        padded = np.pad(flat, (0, each * ranks - flat.size))[rank * each : (rank + 1) * each]
+        return padded[: max(flat.size - rank * each, 0)] if kind == "fp32" else padded
+    sizes = [-(-flat.size // ranks) for flat in flats]
+    padded = [np.pad(flat, (0, each * ranks - flat.size)) for flat, each in zip(flats, sizes, strict=True)]
+    return np.concatenate([
+        flat[rank * each : (rank + 1) * each] for flat, each in zip(padded, sizes, strict=True)
+    ])  # fmt: skip
 
 
 def write_zero(
@@ -78,24 +89,9 @@ def write_zero(
     """
     full = dict(full or values(groups))
     for rank in range(ranks):
-        buffers: list[dict[str, Array]] = []
-        for group in groups:
-            of_group = {}
-            for kind in KINDS:
-                if stage == 3:
-                    pieces = []
-                    for name in group:
-                        flat = full[f"{kind}.{name}"].reshape(-1)
-                        each = -(-flat.size // ranks)
-                        pieces.append(np.pad(flat, (0, each * ranks - flat.size))[rank * each : (rank + 1) * each])
-                    of_group[kind] = np.concatenate(pieces)
-                else:
-                    flat = _flat(full, kind, group)
-                    each = -(-flat.size // (2 * ranks)) * 2
-                    whole = np.pad(flat, (0, each * ranks - flat.size))[rank * each : (rank + 1) * each]
-                    lean = max(min(flat.size - rank * each, each), 0)
-                    of_group[kind] = whole[:lean] if kind == "fp32" else whole
-            buffers.append(of_group)
+        buffers = [
+            {kind: _buffer(full, kind, group, rank, stage=stage, ranks=ranks) for kind in KINDS} for group in groups
+        ]
         state = {
             number: {
                 "step": tensor(np.array(3, np.float32)) if step is None else step,
@@ -140,8 +136,3 @@ def write_zero(
         write_save(root / tag / f"{ranked}mp_rank_{part:02d}_model_states.pt", states)
     (root / "latest").write_text(tag)
     return full
-
-
-def elements(groups: Sequence[Mapping[str, Sequence[int]]]) -> int:
-    """The number of parameters."""
-    return sum(prod(shape) for group in groups for shape in group.values())

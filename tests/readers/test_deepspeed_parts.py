@@ -117,40 +117,42 @@ def test_rules_win_over_patterns(tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path, layout={"0.fc1.weight": "split:0"}), full)
 
 
-def test_what_cannot_be_joined(tmp_path: Path) -> None:
-    write_parts(tmp_path / "wrong", patterns={"tp_replicated_parameter_patterns": [".*"]})
-    with refused(SourceError, "replicas-differ"):
-        reshard.open(tmp_path / "wrong")
-    write_parts(tmp_path / "regex", patterns={"tp_replicated_parameter_patterns": ["(a+)+$"]})
-    with refused(SourceError, "bad-pattern", "(a+)+"):
-        reshard.open(tmp_path / "regex")
-    write_parts(tmp_path / "average", patterns={**PATTERNS, "parameter_to_average_patterns": [r"\d+.norm.weight"]})
-    assert set(reshard.open(tmp_path / "average").unreadable) == {
-        "0.norm.weight", *(f"{kind}.0.norm.weight" for kind in KINDS)
-    }  # fmt: skip
-    write_parts(
-        tmp_path / "masters", stage=3, patterns={**PATTERNS, "parameter_to_average_patterns": [r"\d+.norm.weight"]}
-    )
-    assert "0.norm.weight" in reshard.open(tmp_path / "masters").unreadable  # which follows from its master
-    write_parts(tmp_path / "stages", patterns=PATTERNS, model=lambda values: values.update(
-        checkpoint_parallel_dimensions={"pp_degree": 2, "tp_degree": 1}
-    ))  # fmt: skip
-    failed(4, "unsupported-layout", "inspect", tmp_path / "stages")
-    write_parts(tmp_path / "missing", patterns=PATTERNS)
-    (tmp_path / "missing" / "global_step3" / "mp_rank_00_model_states.pt").unlink()
-    failed(4, "missing-file", "inspect", tmp_path / "missing")
+AVERAGED = {**PATTERNS, "parameter_to_average_patterns": [r"\d+.norm.weight"]}
+REFUSED: dict[str, dict[str, Any]] = {
+    "replicas-differ": {"patterns": {"tp_replicated_parameter_patterns": [".*"]}},
+    "saved-whole": {"patterns": {"tp_replicated_parameter_patterns": 7}},  # which says nothing
+    "bad-pattern": {"patterns": {"tp_replicated_parameter_patterns": ["(a+)+$"]}},
+    "unsupported-layout": {
+        "patterns": PATTERNS,
+        "model": lambda states: states.update(checkpoint_parallel_dimensions={"pp_degree": 2, "tp_degree": 1}),
+    },
+    "wrong-count": {"patterns": PATTERNS, "model": lambda states: states.update(mp_world_size=1)},
+}
 
 
-def test_other_parts_than_the_training_had(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", REFUSED)
+def test_what_cannot_be_joined(tmp_path: Path, code: str) -> None:
+    write_parts(tmp_path, **REFUSED[code])
+    with refused(SourceError, code, tmp_path):
+        reshard.open(tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_that_are_averaged_are_unreadable(tmp_path: Path, stage: int) -> None:
+    write_parts(tmp_path, stage=stage, patterns=AVERAGED)
+    names = {"0.norm.weight", *(f"{kind}.0.norm.weight" for kind in KINDS)}
+    assert set(reshard.open(tmp_path).unreadable) == names
+
+
+@pytest.mark.parametrize(
+    ("files", "code"), [("mp_rank_00_model_states.pt", "missing-file"), ("*mp_rank_01*", "wrong-count")]
+)
+def test_files_of_a_part_are_missing(tmp_path: Path, files: str, code: str) -> None:
     """Without the second part, the first would be taken for the whole model."""
-    write_parts(tmp_path / "less", patterns=PATTERNS)
-    for path in (tmp_path / "less" / "global_step3").glob("*mp_rank_01*"):
+    write_parts(tmp_path, patterns=PATTERNS)
+    for path in (tmp_path / "global_step3").glob(files):
         path.unlink()
-    with refused(SourceError, "wrong-count", "mp_world_size 2"):
-        reshard.open(tmp_path / "less")
-    write_parts(tmp_path / "more", patterns=PATTERNS, model=lambda values: values.update(mp_world_size=1))
-    with refused(SourceError, "wrong-count", "files of 2"):
-        reshard.open(tmp_path / "more")
+    failed(4, code, "inspect", tmp_path)
 
 
 def test_rules_for_one_part(tmp_path: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import helpers
-import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import assert_equal, write_file
 from commands import done
-from deepspeed_files import KINDS, values, write_zero
+from deepspeed_files import KINDS, truth, values, write_zero
 from refusals import failed, refused
 from samples import sampled
 from saves_files import Made, tensor
@@ -21,7 +20,7 @@ from stubbed import Stub, loaded, same
 
 import reshard
 from reshard.errors import SourceError, TargetError, UsageError
-from reshard.formats.deepspeed.writer import saved_values
+from reshard.formats.deepspeed import carried
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,18 +36,6 @@ MODEL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.p
 DROPPED = {
     "base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "param_slice_mappings",
 }  # fmt: skip
-
-
-def truth(case: Path) -> dict[str, Any]:
-    """The tensors of a case, by the names that reshard gives them."""
-    info = json.loads((case / "info.json").read_text())
-    with np.load(case / "full.npz") as arrays:
-        return {
-            key.removeprefix("module."): (
-                arrays[key].view(ml_dtypes.bfloat16) if info["dtypes"].get(key) == "bfloat16" else arrays[key]
-            )
-            for key in arrays.files
-        }
 
 
 def convert(source: Path | reshard.Checkpoint, target: Path, **options: Any) -> reshard.Report:
@@ -150,32 +137,23 @@ def test_frozen_parameters(mindspore_data: Path, tmp_path: Path) -> None:
 
 def test_tensors_of_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are carried with their storages, whatever these are called; the module's get other names."""
-    state = np.arange(40, dtype=np.uint8)
-    extra = {"rng": {"cpu": tensor(state), "other": [Made("Thing", 3, module="of.the.client")]}, "large": tensor(state)}
+    state, large = np.arange(40, dtype=np.uint8), np.random.default_rng(3).integers(0, 256, 200_001, np.uint8)
+    extra = {"rng": {"cpu": tensor(state), "other": [Made("Thing", 3, module="of.the.client")]}, "large": tensor(large)}
     full = write_zero(tmp_path / "src", GROUPS, extra=extra)
     convert(tmp_path / "src", tmp_path / "out")
     for path in MODEL:
         found = loaded(tmp_path / "out" / path)
         assert same(found["rng"]["cpu"], state)
+        assert same(found["large"], large)
         (thing,) = found["rng"]["other"]
         assert isinstance(thing, Stub)
         assert (thing.kind, thing.arguments) == (("of.the.client", "Thing"), (3,))  # type: ignore[attr-defined]
     assert_equal(reshard.open(tmp_path / "out"), full)
     done("verify", tmp_path / "out", "--against", tmp_path / "src")
-    monkeypatch.setattr(saved_values, "LARGEST", 79)
+    monkeypatch.setattr(carried, "LARGEST", 79)
     failed(4, "too-large", "convert", tmp_path / "src", tmp_path / "less", "--to", WORD)
     done("convert", tmp_path / "src", tmp_path / "less", "--to", WORD, "--exclude", "large")
     assert "large" not in loaded(tmp_path / "less" / MODEL[0])
-
-
-def test_large_tensors_of_the_client(tmp_path: Path) -> None:
-    """They are not copied when the files are laid out."""
-    large = np.random.default_rng(3).integers(0, 256, 200_001, np.uint8)
-    full = write_zero(tmp_path / "src", GROUPS, extra={"samples": [tensor(large), tensor(large[:70_000])]})
-    convert(tmp_path / "src", tmp_path / "out")
-    for path in MODEL:
-        assert same(loaded(tmp_path / "out" / path)["samples"], [large, large[:70_000]])
-    assert_equal(reshard.open(tmp_path / "out"), full)
 
 
 def test_weights_with_names_like_states(tmp_path: Path) -> None:
@@ -224,7 +202,7 @@ def test_of_a_universal_checkpoint_to_the_same(tmp_path: Path) -> None:
     paths = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.pt")]
     assert len(paths) == 4 * len([name for group in GROUPS for name in group]) + 3
     for path in paths:
-        assert (tmp_path / "out" / path).read_bytes() == (tmp_path / "again" / path).read_bytes(), path
+        assert same(loaded(tmp_path / "out" / path), loaded(tmp_path / "again" / path)), path
 
 
 def test_without_hyper_parameters(mindspore_data: Path, tmp_path: Path) -> None:
@@ -297,38 +275,34 @@ def test_other_names_and_fewer_parameters(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "zero" / "net.a.weight" / "fp32.pt").exists()
 
 
-def test_what_cannot_be_one(tmp_path: Path) -> None:
+REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (SourceError, "missing-state", {"exclude": ["exp_avg.*"]}),
+    (SourceError, "no-weight", {"exclude": ["scale"]}),
+    (UsageError, "no-states", {"weights_only": True}),
+    *(
+        (SourceError, "bad-name", {"name_map": {"scale": name}})
+        for name in ("a/b", "..", "x" * 256, "a\nb", "\\x", "optimizer_state.pt")
+    ),
+    *(
+        (UsageError, "option-of-another-format", options)
+        for options in ({"ranks": [0]}, {"max_shard_size": "1GB"}, {"target_strategy": "strategy.ckpt"})
+    ),
+]
+
+
+def test_what_cannot_be_one(mindspore_data: Path, tmp_path: Path) -> None:
     write_zero(tmp_path / "src", GROUPS)
     source, out = tmp_path / "src", tmp_path / "out"
-    for code, options in {
-        "missing-state": {"exclude": ["exp_avg.*"]},
-        "no-weight": {"exclude": ["scale"]},
-        "no-states": {"weights_only": True},
-        "bad-name": {"name_map": {"scale": "a/b"}},
-    }.items():
-        with refused(UsageError if code == "no-states" else SourceError, code):
-            convert(source, out, **options)
-    for name in ("..", "x" * 256, "a\nb", "\\x", "optimizer_state.pt"):
-        with refused(SourceError, "bad-name"):
-            convert(source, out, name_map={"scale": name})
-    for options in (
-        {"ranks": [0]},
-        {"max_shard_size": "1GB"},
-        {"target_strategy": "strategy.ckpt"},
-        {"target_step": 3},
-    ):
-        with refused(UsageError, "option-of-another-format"):
+    for kind, code, options in REFUSED:
+        with refused(kind, code):
             convert(source, out, **options)
     with refused(UsageError, "wrong-source"):
         convert(write_file(tmp_path / "x.safetensors", {"w": np.zeros(3, np.float32)}), out)
     with refused(UsageError, "wrong-source"):
         reshard.convert(reshard.average([reshard.open(source), reshard.open(source)]), out, to=WORD)
+    with refused(UsageError, "no-states"):  # of stage 0
+        convert(mindspore_data / "deepspeed" / "s0_dp2_bf16" / "checkpoint", out)
     assert not out.exists()
-
-
-def test_stage_0_has_no_states(mindspore_data: Path, tmp_path: Path) -> None:
-    case = mindspore_data / "deepspeed" / "s0_dp2_bf16"
-    failed(2, "no-states", "convert", case / "checkpoint", tmp_path / "out", "--to", WORD)
 
 
 def test_files_that_are_damaged(tmp_path: Path) -> None:
@@ -382,9 +356,14 @@ def test_a_run_that_is_stopped(tmp_path: Path, partition: str) -> None:
         assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "once")).read_bytes()
 
 
-def test_a_file_with_a_wrong_byte_is_found(tmp_path: Path) -> None:
+def test_a_saved_plan_a_wrong_byte_and_a_url(tmp_path: Path) -> None:
     full = write_zero(tmp_path / "src", GROUPS)
-    convert(tmp_path / "src", tmp_path / "out")
+    done("plan", tmp_path / "src", "--to", WORD, "-o", tmp_path / "plan.json")
+    done("run", tmp_path / "plan.json", tmp_path / "out")
+    convert(tmp_path / "src", "memory://universal")  # type: ignore[arg-type]
+    stored = fsspec.filesystem("memory")
+    for path in (*(tmp_path / "out").rglob("*.pt"), tmp_path / "out" / "latest_universal"):
+        assert stored.cat(f"/universal/{path.relative_to(tmp_path / 'out')}") == path.read_bytes()
     path = tmp_path / "out" / "zero" / "a.weight" / "exp_avg.pt"
     content = bytearray(path.read_bytes())
     content[content.index(full["exp_avg.a.weight"].tobytes())] ^= 1
@@ -392,23 +371,3 @@ def test_a_file_with_a_wrong_byte_is_found(tmp_path: Path) -> None:
     failed(3, "different", "verify", tmp_path / "out", "--against", tmp_path / "src")
     shutil.rmtree(tmp_path / "out" / ".reshard")
     failed(3, "different", "verify", tmp_path / "out")
-
-
-def test_at_a_url(tmp_path: Path) -> None:
-    import fsspec
-
-    write_zero(tmp_path / "src", GROUPS, stage=3)
-    convert(tmp_path / "src", tmp_path / "local")
-    convert(tmp_path / "src", "memory://universal")  # type: ignore[arg-type]
-    stored = fsspec.filesystem("memory")
-    for path in (*(tmp_path / "local").rglob("*.pt"), tmp_path / "local" / "latest_universal"):
-        assert stored.cat(f"/universal/{path.relative_to(tmp_path / 'local')}") == path.read_bytes()
-    assert reshard.verify("memory://universal").equal
-
-
-def test_a_plan_that_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    full = write_zero(tmp_path / "src", GROUPS)
-    done("plan", "src", "out", "--to", WORD, "-o", "plan.json")
-    done("run", "plan.json")
-    assert_equal(reshard.open(tmp_path / "out"), full)

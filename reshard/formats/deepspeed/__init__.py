@@ -41,7 +41,7 @@ class DeepSpeed(Format):
 
     def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:
         """See `Format`."""
-        from reshard.formats.deepspeed.zero_checkpoint import open_zero
+        from reshard.formats.deepspeed.checkpoint import open_zero
 
         return open_zero(found.place, found.here.names, contents=contents, rules=rules_over_parts(options))
 
@@ -104,11 +104,7 @@ class Universal(Format):
             return Findings("incomplete", reason)
         return with_trainer_files(tree, partial(by_opening, partial(found.open, contents=False), found.place))
 
-    def objects(self, checkpoint: Checkpoint) -> Objects:
-        """See `Format`."""
-        from reshard.formats.deepspeed.writer import ModelValues
-
-        return ModelValues(checkpoint)
+    objects = DeepSpeed.objects
 
 
 def _lacks_states(zero: Directory) -> str:

@@ -13,345 +13,256 @@ Sources: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py` and `runt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import flat_boxes
 from reshard.core.model.entries import Extent
 from reshard.errors import SourceError
-from reshard.formats.deepspeed.pickled import flat, numbered, scalar, table, whole_number
+from reshard.formats.deepspeed.model import MASTERS, flat, table, whole_number
 from reshard.kits.torch.dtensors import is_tensor
 from reshard.kits.torch.file import FileTensor
 from reshard.kits.torch.pickles import Pairs, describe, numbers
-from reshard.kits.torch.tensors import Rebuilt
+from reshard.kits.torch.tensors import Rebuilt, rebuilt
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator
 
     from reshard.core.layout.block import Block, Shape
     from reshard.core.model.entries import Entry
     from reshard.dtypes import DType
     from reshard.kits.torch.file import TorchFile
 
-_KEPT = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_zero_partition_groups")
+Buffers = Sequence[Mapping[str, FileTensor]]
+"""The flat buffers of a group in each rank, by kind of state."""
 
 _MOST_KINDS, _LONGEST_KIND = 64, 256  # of states: each is a tensor, and a part of a name, of each parameter
+_LARGEST = 1 << 62  # of a number of steps, or another single number
 
 _PADDING = 2  # elements of each rank: a group is padded to a multiple of these
 _ALIGNMENT = 8  # elements of each parameter: a group may have room to align it
 
-MASTERS = "fp32"
-"""The kind of state that is a parameter in float32."""
 
-
-class RankBuffers(NamedTuple):
-    """The flat buffers of a rank: by group, then by kind of state.
+class RankStates(NamedTuple):
+    """The optimizer states of a rank.
 
     Attributes:
         file: the file, without its value.
         number: its number in the checkpoint.
-        groups: the flat buffers of each group (or sub-group), by kind of state: `fp32`, `exp_avg` and so on.
-        scalars: the states that are a single number, such as `step`, in the same way.
-        refused: kinds of state that are not flat tensors, in the same way, with the reason.
-        values: the values of the optimizer that say how it is cut.
+        groups: the states of each group (or sub-group), by kind (`fp32`, `exp_avg` and so on): a flat buffer; a number,
+            or a tensor without dimensions, such as `step`; or the reason why it is not read.
+        stage: the stage of ZeRO; 1 for `BF16_Optimizer`, which does not name it.
+        counts: the number of partitions of each group.
+        paddings: the padding behind each parameter of each group, if it is recorded.
     """
 
     file: TorchFile
     number: int
-    groups: Sequence[Mapping[str, FileTensor]]
-    scalars: Sequence[Mapping[str, FileTensor | float]]
-    refused: Sequence[Mapping[str, str]]
-    values: Mapping[str, Any]
+    groups: Sequence[Mapping[str, FileTensor | float | str]]
+    stage: int
+    counts: Sequence[int]
+    paddings: Sequence[object]
 
     @classmethod
-    def of(cls, file: TorchFile, number: int) -> RankBuffers:
+    def of(cls, file: TorchFile, number: int) -> RankStates:
         """Interpret a file of optimizer states; raise `SourceError` if it is not valid."""
-        try:
-            values = table(table(file.value, "optimizer states").get("optimizer_state_dict"), "optimizer_state_dict")
-            stage3 = "fp32_flat_groups" in values
-            masters = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
-            state = values.get("optimizer_state_dict" if stage3 else "base_optimizer_state")
-            if not isinstance(state, list) or isinstance(state, Pairs):  # a dict of torch's, or the lean states
-                state = table(state, "the optimizer's states").get("state")
-            states = numbered(state, "states of groups")
-            tensors, scalars, refused = [], [], []
-            for group, tensor in enumerate(numbered(values.get(masters), masters)):
-                of_group = states[group] if group < len(states) else None
-                kinds = table(of_group, f"the states of group {group}") if of_group else {}
-                if len(kinds) > _MOST_KINDS or any(len(kind) > _LONGEST_KIND for kind in kinds):
-                    raise SourceError(f"has {len(kinds):,} kinds of states, or long ones", code="too-large")  # noqa: TRY301
-                buffers, single, reasons = _states(kinds)
-                tensors.append({MASTERS: flat(tensor, f"{masters}[{group}]")})
-                tensors[-1] |= {kind: buffer for kind, buffer in buffers.items() if kind != MASTERS}
-                scalars.append(single)
-                refused.append(reasons)
-            used = [*(t for each in tensors for t in each.values()), *(t for each in scalars for t in each.values())]
-            storages = file.storages({value.record for value in used if isinstance(value, Rebuilt)})
+        values = table(table(file.value, "optimizer states").get("optimizer_state_dict"), "optimizer_state_dict")
+        groups = list(_groups(values))
+        states = [state for group in groups for state in group.values()]
+        storages = file.storages({state.record for state in states if isinstance(state, Rebuilt)})
 
-            def stored(tensor: Rebuilt) -> FileTensor:
-                return FileTensor.of(tensor, number, storages[tensor.record])
+        def stored(state: Rebuilt | float | str) -> FileTensor | float | str:
+            return FileTensor.of(state, number, storages[state.record]) if isinstance(state, Rebuilt) else state
 
-            groups = [{kind: stored(tensor) for kind, tensor in each.items()} for each in tensors]
-            singles = [
-                {kind: stored(value) if isinstance(value, Rebuilt) else value for kind, value in each.items()}
-                for each in scalars
-            ]
-        except SourceError as error:
-            raise error.about(file.path) from None
-        kept = {name: values.get(name) for name in _KEPT}
-        return cls(file._replace(value=None), number, groups, singles, refused, kept)
+        paddings = values.get("param_alignment_paddings")
+        return cls(
+            file._replace(value=None), number,
+            [{kind: stored(state) for kind, state in group.items()} for group in groups],
+            whole_number(values.get("zero_stage")) or 1, _partition_counts(values),
+            paddings if isinstance(paddings, list) else [],
+        )  # fmt: skip
 
-    @property
-    def stage(self) -> int:
-        """Return the stage of ZeRO; 1 for `BF16_Optimizer`, which does not name it."""
-        return whole_number(self.values.get("zero_stage")) or 1
-
-    def partition_counts(self) -> list[int]:
-        """Return the number of partitions of each group."""
-        count = self.values.get("partition_count")
-        counts = [whole_number(each) for each in (count if isinstance(count, list | tuple) else [count])]
-        if None in counts or not counts:
-            raise SourceError(
-                f"{self.file.path} has {describe(count)} for partition_count; expected whole numbers", code="bad-value"
-            )
-        return [each or 0 for each in counts]
+    def buffers(self, group: int) -> dict[str, FileTensor]:
+        """Return the flat buffers of a group, by kind of state."""
+        return {kind: s for kind, s in self.groups[group].items() if isinstance(s, FileTensor) and s.shape}
 
     def entries(self) -> dict[str, Entry]:
-        """Return the entry of each buffer, by a name."""
+        """Return the entry of each flat buffer, by a name."""
         return {
-            f"{kind}.{number}": tensor.entry
-            for number, of_group in enumerate(self.groups)
-            for kind, tensor in of_group.items()
+            f"{kind}.{group}": buffer.entry
+            for group in range(len(self.groups))
+            for kind, buffer in self.buffers(group).items()
         }
 
 
-def _states(values: Mapping[str, Any]) -> tuple[dict[str, Rebuilt], dict[str, Rebuilt | float], dict[str, str]]:
-    """Sort the states of a group into flat buffers, single numbers, and those that are refused."""
-    buffers: dict[str, Rebuilt] = {}
-    single: dict[str, Rebuilt | float] = {}
-    refused: dict[str, str] = {}
-    for kind, value in values.items():
-        number_or_tensor = scalar(value)
-        if isinstance(number_or_tensor, Rebuilt) and number_or_tensor.shape:
-            number_or_tensor = None  # a flat buffer of one element
-        if number_or_tensor is not None:
-            single[kind] = number_or_tensor
-        elif is_tensor(value):
-            try:
-                buffers[kind] = flat(value, kind)
-            except SourceError as error:
-                refused[kind] = f"cannot be cut out of its buffer: {error.message}"
-        elif value is not None:
-            refused[kind] = f"is {describe(value)}, not a tensor or a number"
-    return buffers, single, refused
+def _partition_counts(values: Mapping[str, Any]) -> list[int]:
+    """Return the number of partitions of each group."""
+    listed = values.get("partition_count")
+    counts = [whole_number(each) for each in (listed if isinstance(listed, list | tuple) else [listed])]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts) or not known:
+        raise SourceError(f"has {describe(listed)} for partition_count; expected whole numbers", code="bad-value")
+    for of_group in numbered(values.get("ds_zero_partition_groups") or [], "ds_zero_partition_groups"):
+        if table(of_group, "ds_zero_partition_groups").get("partition_count") not in [None, *known]:
+            raise SourceError("is cut within groups of ranks, which is not supported", code="unsupported-layout")
+    return known
+
+
+def _groups(values: Mapping[str, Any]) -> Iterator[dict[str, Rebuilt | float | str]]:
+    """Yield the states of each group, as `RankStates` has them."""
+    is_partitioned = "fp32_flat_groups" in values  # by stage 3
+    masters = "fp32_flat_groups" if is_partitioned else "single_partition_of_fp32_groups"
+    state = values.get("optimizer_state_dict" if is_partitioned else "base_optimizer_state")
+    if not isinstance(state, list) or isinstance(state, Pairs):  # a dict of torch's, or the lean states
+        state = table(state, "the optimizer's states").get("state")
+    states = numbered(state, "states of groups")
+    for group, master in enumerate(numbered(values.get(masters), masters)):
+        of_group = states[group] if group < len(states) else None
+        kinds = table(of_group, f"the states of group {group}") if of_group else {}
+        if len(kinds) > _MOST_KINDS or any(len(kind) > _LONGEST_KIND for kind in kinds):
+            raise SourceError(f"has {len(kinds):,} kinds of states, or long ones", code="too-large")
+        yield {
+            **{kind: _state(value, kind) for kind, value in kinds.items() if value is not None},
+            MASTERS: flat(master, f"{masters}[{group}]"),
+        }
+
+
+def _state(value: object, kind: str) -> Rebuilt | float | str:
+    """Return a flat buffer, a single number, or the reason why a state is neither."""
+    if (number := single(value)) is not None:
+        return number
+    try:
+        return flat(value, kind)
+    except SourceError as error:
+        return f"cannot be cut out of its buffer: {error.message}"
+
+
+def numbered(value: object, name: str) -> list[Any]:
+    """Return the values of a list, or of a dict whose keys are 0, 1 and so on; None for each that is absent.
+
+    Raises:
+        SourceError: it is another value.
+    """
+    if isinstance(value, Pairs):
+        items = {key: item for key, item in value.items() if type(key) is int and 0 <= key < len(value)}
+        if 2 * len(items) != len(value):
+            raise SourceError(f"has {name} that are not numbered from 0", code="bad-value")
+        return [items.get(number) for number in range(max(items, default=-1) + 1)]
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise SourceError(f"has {describe(value)} for {name}; expected a list", code="bad-value")
+
+
+def single(value: object) -> Rebuilt | float | None:
+    """Return a number, or a tensor without dimensions; None for other values."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value if abs(value) <= _LARGEST else None
+    try:
+        tensor = rebuilt(value) if is_tensor(value) else None
+    except SourceError:
+        return None
+    return tensor if tensor is not None and not tensor.shape else None
 
 
 def states_by_name(
-    ranks: Sequence[RankBuffers], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
+    ranks: Sequence[RankStates], shapes: Sequence[Mapping[str, Shape]], skipped: Collection[int]
 ) -> Iterator[tuple[str, str, Flat | FileTensor | float | str]]:
-    """Yield the states of each parameter: its name, the kind of state, and its location or value.
+    """Yield the states of each parameter: its name, the kind of state, and its location, its value, or why it has none.
 
-    Of a state that cannot be read, the last is the reason.
-
-    Args:
-        ranks: the buffers of all data-parallel ranks, in order.
-        shapes: the shapes of the parameters of each group (or sub-group), in the order of the buffers.
-        skipped: groups to leave out.
+    Ranks are in order, and shapes by group (or sub-group) in the order of the buffers; skipped groups are left out.
 
     Raises:
-        SourceError: the sizes of buffers contradict the shapes.
+        SourceError: the sizes of buffers contradict the shapes. The message does not name the file.
     """
-    first = ranks[0]
-    if any(len(buffers.groups) != len(shapes) for buffers in ranks):
-        counts = sorted({len(buffers.groups) for buffers in ranks})
-        raise SourceError(
-            f"{first.file.path} has {counts[0]} groups of parameters; param_shapes has {len(shapes)}",
-            code="wrong-shape",
-        )
+    groups = {len(rank.groups) for rank in ranks}
+    if groups != {len(shapes)}:
+        raise SourceError(f"has {min(groups)} groups of parameters; param_shapes has {len(shapes)}", code="wrong-shape")
+    locate = _parameters_cut if ranks[0].stage == 3 else _group_cut
     for group, of_group in enumerate(shapes):
         if group in skipped:
             continue
-        kinds = list(first.groups[group])
-        if any(set(buffers.groups[group]) != set(kinds) for buffers in ranks):
-            raise SourceError(f"{first.file.path}: ranks have different states of group {group}", code="ranks-disagree")
-        locate = _parameters_cut if first.stage == 3 else _group_cut
-        refused = dict(first.refused[group])
-        for kind in kinds:
-            try:
-                for name, located in locate(ranks, group, kind, of_group):
-                    yield name, kind, located
-            except SourceError as error:
-                if kind == MASTERS:
-                    raise
-                refused[kind] = f"cannot be cut out of its buffer: {error.message}"
-        for kind, reason in refused.items():
-            for name in of_group:
-                yield name, kind, reason
-        for kind, value in first.scalars[group].items():
-            single = value._replace(shape=()) if isinstance(value, FileTensor) else value
-            for name in of_group:
-                yield name, kind, single
+        buffers = [rank.buffers(group) for rank in ranks]
+        if any(each.keys() != buffers[0].keys() for each in buffers):
+            raise SourceError(f"and other ranks have different states of group {group}", code="ranks-disagree")
+        gaps = _paddings(ranks[0], group, len(of_group))
+        for kind, state in ranks[0].groups[group].items():
+            states: Sequence[Flat | FileTensor | float | str] = [state] * len(of_group)
+            if kind in buffers[0]:
+                try:
+                    states = locate(ranks, kind, buffers, [*of_group.values()], gaps)
+                except SourceError as error:
+                    if kind == MASTERS:
+                        raise
+                    states = [f"cannot be cut out of its buffer: {error.message}"] * len(of_group)
+            for name, each in zip(of_group, states, strict=True):
+                yield name, kind, each
 
 
-def _ranges(ranks: Sequence[RankBuffers], group: int, kind: str) -> tuple[DType, list[int], list[int]]:
-    """Return the dtype of a kind of state, the file of each rank, and the offset of its buffer in it."""
-    buffers = [each.groups[group][kind] for each in ranks]
-    return buffers[0].dtype, [each.number for each in ranks], [buffer.begin for buffer in buffers]
-
-
-def _lengths(ranks: Sequence[RankBuffers], group: int, kind: str) -> list[int]:
-    dtypes = {buffers.groups[group][kind].dtype.name for buffers in ranks}
-    if len(dtypes) > 1:
-        raise SourceError(
-            f"{ranks[0].file.path}: {kind} is of {' and '.join(sorted(dtypes))} in different ranks", code="mixed-dtypes"
-        )
-    return [buffers.groups[group][kind].shape[0] for buffers in ranks]
+def _paddings(rank: RankStates, group: int, count: int) -> Sequence[int]:
+    """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
+    recorded = rank.paddings[group] if group < len(rank.paddings) else None
+    gaps = [0] * count if recorded is None else numbers(recorded, count)
+    if len(gaps) != count:
+        raise SourceError(f"has {len(gaps)} param_alignment_paddings of {count} parameters", code="wrong-shape")
+    return gaps
 
 
 def _group_cut(
-    ranks: Sequence[RankBuffers], group: int, kind: str, shapes: Mapping[str, Shape]
-) -> Iterator[tuple[str, Flat]]:
-    """Yield parameters in a group that is cut as one vector."""
-    gaps = _alignment_paddings(ranks, group, len(shapes))
-    begins, total = [], 0
-    for shape, gap in zip(shapes.values(), gaps, strict=True):
-        begins.append(total)
-        total += prod(shape) + gap
-    lengths, masters = _lengths(ranks, group, kind), _lengths(ranks, group, MASTERS)
+    ranks: Sequence[RankStates], kind: str, buffers: Buffers, shapes: Sequence[Shape], gaps: Sequence[int]
+) -> list[Flat]:
+    """Return the parameters of a group that is cut as one vector."""
+    begins = list(accumulate((prod(shape) + gap for shape, gap in zip(shapes, gaps, strict=True)), initial=0))
+    total, count = begins.pop(), len(ranks)
+    masters, lengths = ([of_rank[each].shape[0] for of_rank in buffers] for each in (MASTERS, kind))
     size = masters[0]  # of a part with its padding, unless all elements are in the first part
     if not any(masters[1:]):
         size = max(size, min(max(lengths), total + _PADDING - 1))
     for number, length in enumerate(lengths):
-        filled = min(max(total - number * size, 0), size)
-        if length not in {size, filled}:
-            raise SourceError(
-                f"{ranks[number].file.path}: {kind} of group {group} has {length:,} elements; by param_shapes, "
-                f"expected {filled:,}, or {size:,} with padding",
-                code="wrong-shape",
-            )
-    if not 0 <= size * len(ranks) - total < _PADDING * len(ranks) + _ALIGNMENT * len(shapes):
+        _check_length(kind, number, length, size, min(max(total - number * size, 0), size))
+    if not 0 <= size * count - total < _PADDING * count + _ALIGNMENT * len(shapes):
         raise SourceError(
-            f"{ranks[0].file.path}: {kind} of group {group} has {size * len(ranks):,} elements in all ranks; by "
-            f"param_shapes, expected {total:,} and a little padding",
+            f"has {kind} of {size * count:,} elements in all ranks; by param_shapes, expected {total:,} and a little "
+            "padding",
             code="wrong-shape",
         )
-    dtype, files, starts = _ranges(ranks, group, kind)
-    for (name, shape), begin in zip(shapes.items(), begins, strict=True):
-        end = begin + prod(shape)
-        if begin == end:
-            yield name, Flat(dtype, shape, (), (), ())
-            continue
-        numbers_of_ranks = range(begin // size, (end - 1) // size + 1)
-        yield name, Flat(
-            dtype, shape,
-            tuple(min(end, (number + 1) * size) - begin for number in numbers_of_ranks),
-            tuple(files[number] for number in numbers_of_ranks),
-            tuple(starts[number] + max(begin - number * size, 0) * dtype.itemsize for number in numbers_of_ranks),
-        )  # fmt: skip
-
-
-def _alignment_paddings(ranks: Sequence[RankBuffers], group: int, count: int) -> tuple[int, ...]:
-    """Return the padding behind each parameter of a group; DeepSpeed before 0.19 has none."""
-    try:
-        every = [_of_group(buffers, group) for buffers in ranks]
-        recorded = {numbers(each, count) for each in every if each is not None}
-    except SourceError as error:
-        raise error.about(ranks[0].file.path) from None
-    if not recorded:
-        return (0,) * count
-    if len(recorded) > 1 or len(paddings := recorded.pop()) != count:
-        raise SourceError(
-            f"{ranks[0].file.path}: param_alignment_paddings of group {group} differ between ranks, or are not of its "
-            f"{count} parameters",
-            code="ranks-disagree",
-        )
-    return paddings
-
-
-def _of_group(buffers: RankBuffers, group: int) -> object:
-    paddings = buffers.values.get("param_alignment_paddings")
-    return paddings[group] if isinstance(paddings, list) and group < len(paddings) else None
+    dtype, starts = _places(kind, buffers)
+    files = [rank.number for rank in ranks]
+    return [Flat.of(dtype, shape, begin, size, files, starts) for shape, begin in zip(shapes, begins, strict=True)]
 
 
 def _parameters_cut(
-    ranks: Sequence[RankBuffers], group: int, kind: str, shapes: Mapping[str, Shape]
-) -> Iterator[tuple[str, Flat]]:
-    """Yield parameters that are each cut by themselves."""
-    count = len(ranks)
-    sizes = {name: -(-prod(shape) // count) for name, shape in shapes.items()}
-    expected = sum(sizes.values())
-    for buffers, length in zip(ranks, _lengths(ranks, group, kind), strict=True):
-        if length != expected:
-            raise SourceError(
-                f"{buffers.file.path}: {kind} of sub-group {group} has {length:,} elements; by param_shapes, expected "
-                f"{expected:,}",
-                code="wrong-shape",
-            )
-    dtype, files, starts = _ranges(ranks, group, kind)
-    begin = 0
-    for name, shape in shapes.items():
-        yield name, cut_by_itself(dtype, shape, files, [start + begin * dtype.itemsize for start in starts])
-        begin += sizes[name]
+    ranks: Sequence[RankStates], kind: str, buffers: Buffers, shapes: Sequence[Shape], _gaps: Sequence[int]
+) -> list[Flat]:
+    """Return parameters that are each cut by themselves."""
+    begins = list(accumulate((-(-prod(shape) // len(ranks)) for shape in shapes), initial=0))
+    total = begins.pop()
+    for number, of_rank in enumerate(buffers):
+        _check_length(kind, number, of_rank[kind].shape[0], total)
+    dtype, starts = _places(kind, buffers)
+    files = [rank.number for rank in ranks]
+    return [
+        Flat.of_parts(dtype, shape, files, [start + begin * dtype.itemsize for start in starts])
+        for shape, begin in zip(shapes, begins, strict=True)
+    ]
 
 
-def cut_by_itself(dtype: DType, shape: Shape, files: Sequence[int], begins: Sequence[int]) -> Flat:
-    """Return a parameter that is cut in equal parts, one of each rank, the last ones padded.
-
-    Args:
-        dtype: its dtype.
-        shape: its shape.
-        files: the number of each rank's file.
-        begins: the offset of each rank's part in its file.
-    """
-    total = prod(shape)
-    size = max(-(-total // len(files)), 1)
-    used = -(-total // size)  # ranks with elements
-    ends = tuple(min((number + 1) * size, total) for number in range(used))
-    return Flat(dtype, shape, ends, tuple(files[:used]), tuple(begins[:used]))
+def _check_length(kind: str, number: int, length: int, *expected: int) -> None:
+    if length not in expected:
+        sizes = " or ".join(f"{each:,}" for each in expected)
+        raise SourceError(
+            f"has {kind} of {length:,} elements in rank {number}; by param_shapes, expected {sizes}", code="wrong-shape"
+        )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fragments:
-    """The boxes of a tensor that is cut into ranges of its elements; shared by tensors that are cut alike.
-
-    Attributes:
-        blocks: the boxes, in row-major order.
-        ranges: the number of the range that contains each.
-        offsets: the offset of each in its range, in elements.
-        sizes: the number of elements of each.
-    """
-
-    blocks: tuple[Block, ...]
-    ranges: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@lru_cache(maxsize=1 << 12)
-def fragments(shape: Shape, ends: tuple[int, ...]) -> Fragments:
-    """Return the boxes of a tensor whose ranges end at these elements; the last end is its size.
-
-    >>> cut = fragments((2, 3), (4, 6))
-    >>> [(str(block), number, offset) for block, number, offset in zip(cut.blocks, cut.ranges, cut.offsets)]
-    [('[0:1, 0:3]', 0, 0), ('[1:2, 0:1]', 0, 3), ('[1:2, 1:3]', 1, 0)]
-    """
-    blocks: list[Block] = []
-    numbers: list[int] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
-    begin = 0
-    for number, end in enumerate(ends):
-        offset = 0
-        for box in flat_boxes(shape, begin, end):
-            blocks.append(box)
-            numbers.append(number)
-            offsets.append(offset)
-            sizes.append(box.size)
-            offset += sizes[-1]
-        begin = end
-    return Fragments(tuple(blocks), tuple(numbers), tuple(offsets), tuple(sizes))
+def _places(kind: str, buffers: Buffers) -> tuple[DType, list[int]]:
+    """Return the dtype of a kind of state, and the offset of each rank's buffer in its file."""
+    dtypes = {of_rank[kind].dtype.name for of_rank in buffers}
+    if len(dtypes) > 1:
+        raise SourceError(f"has {kind} of {' and '.join(sorted(dtypes))} in different ranks", code="mixed-dtypes")
+    return buffers[0][kind].dtype, [of_rank[kind].begin for of_rank in buffers]
 
 
 class Flat(NamedTuple):
@@ -371,8 +282,48 @@ class Flat(NamedTuple):
     files: tuple[int, ...]
     begins: tuple[int, ...]
 
+    @classmethod
+    def of(cls, dtype: DType, shape: Shape, begin: int, size: int, files: Sequence[int], starts: Sequence[int]) -> Flat:
+        """Return a tensor from element `begin` on of a vector, which is cut in parts of `size` elements.
+
+        Each part has the number of its file, and its offset there in bytes.
+        """
+        end = begin + prod(shape)
+        parts = range(begin // size, -(-end // size)) if end > begin else range(0)
+        return cls(
+            dtype, shape,
+            tuple(min(end, (part + 1) * size) - begin for part in parts),
+            tuple(files[part] for part in parts),
+            tuple(starts[part] + max(begin - part * size, 0) * dtype.itemsize for part in parts),
+        )  # fmt: skip
+
+    @classmethod
+    def of_parts(cls, dtype: DType, shape: Shape, files: Sequence[int], starts: Sequence[int]) -> Flat:
+        """Return a tensor that is cut in equal parts, the last ones padded."""
+        return cls.of(dtype, shape, 0, -(-prod(shape) // len(files)), files, starts)
+
     def pieces(self) -> Iterator[tuple[Block, Extent]]:
         """Yield its boxes, each with the extent of its bytes."""
-        cut, width = fragments(self.shape, self.ends), self.dtype.itemsize
-        for block, number, offset, size in zip(cut.blocks, cut.ranges, cut.offsets, cut.sizes, strict=True):
+        width = self.dtype.itemsize
+        for block, number, offset, size in boxes(self.shape, self.ends):
             yield block, Extent(self.files[number], ((self.begins[number] + offset * width, size * width),))
+
+
+@lru_cache(maxsize=1 << 12)  # tensors that are cut alike share their boxes
+def boxes(shape: Shape, ends: tuple[int, ...]) -> tuple[tuple[Block, int, int, int], ...]:
+    """Return the boxes of a tensor whose ranges end at these elements, in row-major order.
+
+    Each is with the number of the range that contains it, its offset there, and its size, in elements.
+
+    >>> [(str(block), *where) for block, *where in boxes((2, 3), (4, 6))]
+    [('[0:1, 0:3]', 0, 0, 3), ('[1:2, 0:1]', 0, 3, 1), ('[1:2, 1:3]', 1, 0, 2)]
+    """
+    result = []
+    begin = 0
+    for number, end in enumerate(ends):
+        offset = 0
+        for box in flat_boxes(shape, begin, end):
+            result.append((box, number, offset, box.size))
+            offset += box.size
+        begin = end
+    return tuple(result)

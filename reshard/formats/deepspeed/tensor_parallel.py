@@ -11,13 +11,15 @@ Source: DeepSpeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`).
 from __future__ import annotations
 
 import re
-from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from reshard.core.layout.axes import row_major
-from reshard.core.layout.block import LONGEST_NAME, Block, is_possible, shape_text
+from reshard.core.layout.block import LONGEST_NAME, Block, is_possible
 from reshard.errors import Option, SourceError, Text
-from reshard.formats.deepspeed.pickled import optional_table, table, whole_number
+from reshard.formats.deepspeed.buffers import numbered
+from reshard.formats.deepspeed.model import optional_table, table, whole_number
 from reshard.kits.parts.cuts import COLUMNS, GATE_AND_UP, ROWS, WHOLE, CutPiece, Cuts, TensorCut, cut_by
 from reshard.kits.torch.pickles import Pairs, describe, numbers
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from reshard.core.layout.block import Shape
     from reshard.formats.deepspeed.model import ModelStates
 
-
 PATTERNS = "universal_checkpoint_info"
 """The patterns of names in the model states."""
 
@@ -36,13 +37,14 @@ _KINDS = {
     "parameter_with_2_sub_params_cat_dim_0": GATE_AND_UP,
     "parameter_with_row_parallelism_patterns": ROWS,
 }
-_AFFINE = "affine_map"
 _UNSUPPORTED = ("parameter_to_average_patterns", "parameter_with_sub_params", "autotp_unsupported_parameter_patterns")
-_DIMENSIONS = "checkpoint_parallel_dimensions"
 _SIMPLE = re.compile(r"\^?(?:[\w\-/ ]|\\?\.|(?:\\d|\[0-9\]|\.)[+*])*\$?")
 _ESCAPED = re.compile(r"\^((?:\w|\\[^\w\n])*)\$")  # as `re.escape` writes a name
 _MOST_REPEATS = 3  # of a pattern: the time to match it grows with the length of a name to this power
 _MOST_PATTERNS = 1 << 8
+_MAP = "an affine map"
+_MAP_VERSIONS = {0, 1}
+_MOST_PIECES = 1 << 10  # of a part
 
 
 class NamePatterns:
@@ -60,19 +62,18 @@ class NamePatterns:
 
     def add(self, pattern: object, value: object) -> None:
         """Add a pattern; raise `SourceError` if it is not supported."""
-        if isinstance(pattern, str) and len(pattern) <= LONGEST_NAME:
-            if escaped := _ESCAPED.fullmatch(pattern):
-                self._names.setdefault(re.sub(r"\\(.)", r"\1", escaped[1]), value)
-                return
-            repeats = len(re.findall(r"[+*]", pattern))
-            if _SIMPLE.fullmatch(pattern) and repeats <= _MOST_REPEATS and len(self._others) < _MOST_PATTERNS:
-                self._others.append((re.compile(pattern), value))
-                return
-        raise SourceError(
-            f"{self._path} has the pattern {describe(pattern)}, which is not supported", code="bad-pattern"
-        )
+        text = pattern if isinstance(pattern, str) and len(pattern) <= LONGEST_NAME else "("
+        is_cheap = len(re.findall(r"[+*]", text)) <= _MOST_REPEATS and len(self._others) < _MOST_PATTERNS
+        if escaped := _ESCAPED.fullmatch(text):
+            self._names.setdefault(re.sub(r"\\(.)", r"\1", escaped[1]), value)
+        elif is_cheap and _SIMPLE.fullmatch(text):
+            self._others.append((re.compile(text), value))
+        else:
+            raise SourceError(
+                f"{self._path} has the pattern {describe(pattern)}, which is not supported", code="bad-pattern"
+            )
 
-    def get(self, name: str) -> object:
+    def get(self, name: str) -> Any:
         """Return the value of a name, or None."""
         if name in self._names:
             return self._names[name]
@@ -80,7 +81,7 @@ class NamePatterns:
 
 
 class Recorded:
-    """How a training recorded that tensors are cut.
+    """How a training recorded that tensors are cut; raise `SourceError` if its patterns are not supported.
 
     Attributes:
         is_known: whether it recorded anything.
@@ -89,46 +90,40 @@ class Recorded:
     """
 
     def __init__(self, model: ModelStates) -> None:
-        """Read the patterns in model states; raise `SourceError` if they are not supported."""
         path = model.file.path
         values = optional_table(model.others, PATTERNS)
         self.is_known = bool(values)
         self._rules, self.unsupported, self.maps = NamePatterns(path), NamePatterns(path), NamePatterns(path)
         for kind, rule in _KINDS.items():
-            for pattern in values.get(kind) or ():
+            for pattern in patterns_of(values.get(kind)):
                 self._rules.add(pattern, rule)
         for kind in _UNSUPPORTED:
-            for pattern in _patterns_of(values.get(kind)):
+            for pattern in patterns_of(values.get(kind)):
                 self.unsupported.add(pattern, kind)
-        affine = optional_table(values, _AFFINE)
-        version = whole_number(affine.get("version"))
-        if affine and version is not None and version <= VERSION:
+        affine = optional_table(values, "affine_map")
+        if whole_number(affine.get("version")) in _MAP_VERSIONS:
             for pattern, value in optional_table(affine, "params").items():
                 self.maps.add(pattern, value)
 
     def rule(self, name: str) -> str | None:
         """Return the rule of a weight by the patterns; None if nothing is recorded."""
-        rule = self._rules.get(name)
-        return rule if isinstance(rule, str) else COLUMNS if self.is_known else None
+        return self._rules.get(name) or (COLUMNS if self.is_known else None)
 
 
-def _patterns_of(value: object) -> Iterator[object]:
+def patterns_of(value: object) -> Iterator[object]:
     """Yield the patterns of a list, of the keys of a dict, or of a list of dicts with lists of patterns."""
     if isinstance(value, Pairs):
         yield from value[::2]
-    for item in value if isinstance(value, list) and not isinstance(value, Pairs) else ():
-        listed = table(item, "patterns").get("patterns") if isinstance(item, Pairs) else [item]
-        yield from listed if isinstance(listed, list) else ()
+    elif isinstance(value, list):
+        for item in value:
+            listed = table(item, "patterns").get("patterns") if isinstance(item, Pairs) else [item]
+            yield from listed if isinstance(listed, list) else ()
 
 
 class TensorCuts:
     """How the tensors of a checkpoint are cut: as the user says, else by affine maps, else by patterns.
 
-    Args:
-        model: the model states of the first part.
-        rules: the user's rules, by name or glob.
-        count: the number of parts.
-        weights: the names of weights; `KIND.NAME` is a state of one, and cut like it.
+    Model states are of the first part, and `KIND.NAME` is a state of a weight, and cut like it.
 
     Raises:
         SourceError: neither the files nor the user say it, or the parts are of a pipeline.
@@ -139,7 +134,7 @@ class TensorCuts:
         self, model: ModelStates, rules: Mapping[str, str] | None, count: int, weights: Collection[str]
     ) -> None:
         path = model.file.path
-        stages = whole_number(optional_table(model.others, _DIMENSIONS).get("pp_degree"))
+        stages = whole_number(optional_table(model.others, "checkpoint_parallel_dimensions").get("pp_degree"))
         if stages is not None and stages > 1:
             raise SourceError(
                 f"{path} is of a training with {stages} pipeline stages, which is not supported",
@@ -156,12 +151,7 @@ class TensorCuts:
         self._cuts = Cuts(self._recorded.rule, rules, weights)
 
     def of(self, name: str, shapes: Sequence[Shape]) -> TensorCut:
-        """Return how the parts of a tensor make the whole.
-
-        Raises:
-            SourceError: it is cut in an unsupported way, or its parts do not fit together.
-            StrategyError: a rule of the user does not fit the parts.
-        """
+        """See `PartCuts`."""
         weight = self._weight(name)
         if weight != name and not shapes[0]:  # the step
             return cut_by(WHOLE, tuple(shapes))
@@ -181,68 +171,39 @@ class TensorCuts:
         return state_of if name not in self._weights and state_of in self._weights else name
 
 
-VERSION = 1
-"""The newest version of the maps that is read."""
-
-_RULE = "affine map"
-_MOST_PIECES = 1 << 10
-
-
 def affine_cut(value: object, shapes: Sequence[Shape]) -> TensorCut:
-    """Return how parts make a whole parameter.
-
-    Args:
-        value: the map of the parameter, as pickled.
-        shapes: the shape of each part.
-
-    Raises:
-        SourceError: the map is not valid, contradicts the parts, or has scaled pieces or ones that are not boxes.
-    """
-    entry = table(value, "an affine map")
-    whole = numbers(entry.get("logical_shape"))
-    ranks = entry.get("ranks")
-    of_rank = {whole_number(key): part for key, part in ranks.items()} if isinstance(ranks, Pairs) else {}
-    if set(of_rank) != set(range(len(shapes))) or not is_possible(whole):
-        raise SourceError(f"has an affine map that is not of its {len(shapes)} parts", code="bad-value")
+    """Return how parts make a whole parameter by its pickled map; raise `SourceError` if it does not describe boxes."""
+    content = table(value, _MAP)
+    whole = numbers(content.get("logical_shape"))
+    parts = [table(part, _MAP) for part in numbered(content.get("ranks"), _MAP)]
+    if [numbers(part.get("shard_shape")) for part in parts] != [*shapes] or not is_possible(whole):
+        raise SourceError("has an affine map that is of other parts", code="wrong-shape")
     pieces = []
-    for part, shape in enumerate(shapes):
-        content = table(of_rank[part], "an affine map")
-        listed = content.get("pieces")
-        if numbers(content.get("shard_shape")) != shape or not isinstance(listed, list):
-            raise SourceError(
-                f"has a part of {shape_text(shape)}; its affine map says {describe(content.get('shard_shape'))}",
-                code="wrong-shape",
-            )
-        if not 0 < len(listed) <= _MOST_PIECES:
-            raise SourceError(f"has {len(listed)} pieces in a part, which is not supported", code="unsupported-layout")
-        pieces.append(tuple(_piece(piece, whole, shape) for piece in listed))
-    return TensorCut(whole, _RULE, tuple(pieces))
+    for part, shape in zip(parts, shapes, strict=True):
+        listed = part.get("pieces")
+        if not isinstance(listed, list) or not 0 < len(listed) <= _MOST_PIECES:
+            raise SourceError(f"has {describe(listed)} for the pieces of a part", code="unsupported-layout")
+        pieces.append(tuple(_piece(table(piece, _MAP), whole, shape) for piece in listed))
+    return TensorCut(whole, "affine map", tuple(pieces))
 
 
-def _piece(value: object, whole: Shape, part: Shape) -> CutPiece:
-    piece = table(value, "a piece of an affine map")
+def _piece(piece: Mapping[str, Any], whole: Shape, part: Shape) -> CutPiece:
     if piece.get("scale", 1.0) != 1:
         raise SourceError(f"has a part that is scaled by {describe(piece['scale'])}", code="unsupported-layout")
     extents = numbers(piece.get("shape"))
     return CutPiece(_box(piece.get("source"), extents, whole), _box(piece.get("dest"), extents, part))
 
 
-def _box(location: object, extents: Shape, shape: Shape) -> Block:
+def _box(location: Any, extents: Shape, shape: Shape) -> Block:
     """Return the box of an offset and strides; raise `SourceError` if it is not one."""
-    offset, strides = location if isinstance(location, list | tuple) and len(location) == 2 else (None, None)
-    (at,) = numbers((offset,))
-    steps = numbers(strides)
-    expected = row_major(shape)
-    regular = len(extents) == len(steps) == len(shape) and all(
-        step == axis or extent == 1 for step, axis, extent in zip(steps, expected, extents, strict=True)
-    )
-    if not regular or at >= max(prod(shape), 1):
+    try:
+        offset, strides = location
+        start = [int(at) for at in np.unravel_index(offset, shape)]
+        stop = [at + extent for at, extent in zip(start, extents, strict=True)]
+        steps = zip(strides, row_major(shape), extents, strict=True)
+        is_box = all(step == axis or extent == 1 for step, axis, extent in steps)
+    except (ArithmeticError, TypeError, ValueError):
+        is_box = False
+    if not is_box or any(end > extent for end, extent in zip(stop, shape, strict=True)):
         raise SourceError("has a part that is not made of boxes", code="unsupported-layout")
-    start = []
-    for axis in expected:
-        start.append(at // axis if axis else 0)
-        at -= start[-1] * axis
-    stop = tuple(begin + extent for begin, extent in zip(start, extents, strict=True))
-    if any(end > extent for end, extent in zip(stop, shape, strict=True)):
-        raise SourceError("has a part that is not made of boxes", code="unsupported-layout")
-    return Block(tuple(start), stop)
+    return Block(tuple(start), tuple(stop))
