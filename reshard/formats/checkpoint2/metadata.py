@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.arrangement import Arranged, Arrangement
+from reshard.core.layout.block import Block
 from reshard.core.layout.layout import Layout
 from reshard.core.layout.mesh import Mesh
 from reshard.dtypes import BY_NAME
@@ -21,6 +22,8 @@ from reshard.formats.checkpoint2.names import METADATA
 from reshard.strategy.strategy import MOST_RANKS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reshard.core.layout.block import Shape
     from reshard.core.storage.places import Place
 
@@ -40,13 +43,13 @@ class Described(NamedTuple):
     Attributes:
         dtype: the name of its dtype; empty if unknown.
         shape: the shape of the whole tensor.
-        mesh: the number of its mesh; None if every file has it whole.
+        mesh: its layout over ranks; None if every file has it whole.
         reason: why it cannot be read, or "".
     """
 
     dtype: str
     shape: Shape
-    mesh: int | None
+    mesh: Mesh | None
     reason: str
 
 
@@ -67,8 +70,9 @@ class Metadata:
         self.places: dict[str, array[int]] = {}
         self.files: dict[str, int] = {}
         self.ranks: list[int] = []
-        self.meshes: dict[Mesh, int] = {}
+        self._meshes: dict[Mesh, Mesh] = {}
         self._groups: dict[tuple[int, ...], int] = {}
+        self._grids: dict[tuple[Mesh | None, Shape], tuple[tuple[Block, ...], dict[int, int]]] = {}
         context = ""
         try:
             for section, name, value in members(str(path)):
@@ -89,14 +93,36 @@ class Metadata:
     @property
     def devices(self) -> int:
         """Return the number of ranks, of which the highest is named."""
-        ranks = set(self.ranks).union(*self.groups, *(mesh.ranks for mesh in self.meshes))
+        ranks = set(self.ranks).union(*self.groups, *(mesh.ranks for mesh in self._meshes))
         return max(ranks, default=0) + 1
 
-    def held(self, name: str) -> list[tuple[int, int]]:
-        """Return pairs of block number and rank that holds the block, stored or not."""
-        places = self.places.get(name, ())
-        groups = sorted(set(zip(places[::NUMBERS], places[3::NUMBERS], strict=True)))
-        return [(number, rank) for number, group in groups for rank in self.groups[group]]
+    def grid(self, tensor: Described) -> tuple[tuple[Block, ...], dict[int, int]]:
+        """Return the blocks of a tensor, and the number of each block by rank; no ranks if it is whole on all."""
+        key = tensor.mesh, tensor.shape
+        if key not in self._grids:
+            if tensor.mesh is None:
+                self._grids[key] = (Block.whole(tensor.shape),), {}
+            else:
+                grid = tensor.mesh.grid(tensor.shape)
+                self._grids[key] = grid.blocks, {rank: n for n, ranks in enumerate(grid.ranks) for rank in ranks}
+        return self._grids[key]
+
+    def outside(self, tensor: Described, places: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], bool]:
+        """Return the ranks that hold a block and are not in the layout of a tensor, and whether numbers are wrong.
+
+        Each rank comes with the number of its block. Numbers are wrong if they are not those of the layout.
+        """
+        _, of_rank = self.grid(tensor)
+        outside: dict[int, int] = {}
+        are_wrong = False
+        for number, group in dict.fromkeys(zip(places[::NUMBERS], places[3::NUMBERS], strict=True)):
+            for rank in self.groups[group]:
+                if rank not in of_rank:
+                    outside[rank] = number
+                    are_wrong |= tensor.mesh is None and number != 0
+                else:
+                    are_wrong |= of_rank[rank] != number
+        return tuple(sorted(outside.items())), are_wrong
 
     def _listed(self, value: dict[str, Any]) -> Described:
         shape = _numbers(value["global_shape"])
@@ -123,7 +149,7 @@ class Metadata:
                     f"has {shape[dim]} elements in dimension {dim}, which {ways} blocks do not divide; the format "
                     f"keeps {shape[dim] // ways} in each, so that {shape[dim] % ways} are lost"
                 )
-        return Described(dtype, shape, self.meshes.setdefault(mesh, len(self.meshes)), reason)
+        return Described(dtype, shape, self._meshes.setdefault(mesh, mesh), reason)
 
     def _place(self, key: str, value: list[dict[str, Any]]) -> None:
         name, number = _read_key(key)
@@ -192,29 +218,21 @@ def layouts_at(directory: Place) -> Arrangement:
             hint="give a Checkpoint 2.0 whose tensors are cut",
         )
     metadata = Metadata(directory / METADATA)
-    meshes = list(metadata.meshes)
     faults = Faults(str(directory / METADATA))
     tensors = {}
     for name, tensor in metadata.listed.items():
         if tensor.reason:
             faults.add(f"tensor {name!r}", tensor.reason, code="unreadable-tensor")
-        mesh = None if tensor.mesh is None else meshes[tensor.mesh]
-        extra_ranks = _others(mesh, tensor.shape, metadata.held(name)) if mesh else ()
-        tensors[name] = Arranged((mesh,) if mesh else (), tensor.shape, extra_ranks)
+        others: tuple[tuple[int, int], ...] = ()
+        if tensor.mesh is not None and not tensor.reason:
+            blocks = len(metadata.grid(tensor)[0])
+            outside, are_wrong = metadata.outside(tensor, metadata.places.get(name, ()))
+            others = () if are_wrong else tuple((rank, number) for rank, number in outside if number < blocks)
+        tensors[name] = Arranged((tensor.mesh,) if tensor.mesh else (), tensor.shape, others)
     faults.raise_if_any(SourceError)
-    devices = metadata.devices
-    if devices > MOST_RANKS:
+    if metadata.devices > MOST_RANKS:
         raise SourceError(
-            f"{directory / METADATA} has rank {devices - 1}; expected {MOST_RANKS - 1} at most", code="out-of-range",
-            facts=["the file seems to be corrupt"],
+            f"{directory / METADATA} has rank {metadata.devices - 1}; expected {MOST_RANKS - 1} at most",
+            code="out-of-range", facts=["the file seems to be corrupt"],
         )  # fmt: skip
-    return Arrangement(tensors, range(devices), devices, lists_all=True)
-
-
-def _others(mesh: Mesh, shape: Shape, numbers: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the ranks outside the mesh that hold a block, if numbers are plausible."""
-    of_rank = {rank: number for number, ranks in enumerate(mesh.grid(shape).ranks) for rank in ranks}
-    if any(of_rank.get(rank, number) != number for number, rank in numbers):
-        return ()
-    blocks = prod(mesh.layout.splits)
-    return tuple(sorted({(rank, number) for number, rank in numbers if rank not in of_rank and number < blocks}))
+    return Arrangement(tensors, range(metadata.devices), metadata.devices, lists_all=True)
