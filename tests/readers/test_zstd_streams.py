@@ -57,7 +57,6 @@ def test_items_that_are_zstd_streams(tmp_path: Path, checksum: bool) -> None:
         ([((0, 0), (4, 6))], 1),
         ([((row, 0), (1, 6)) for row in range(4)], 1),
         ([((0, column), (4, 2)) for column in (0, 2, 4)], 3),
-        ([((0, 0), (3, 2)), ((2, 2), (2, 4)), ((3, 0), (1, 2)), ((0, 2), (0, 4))], 2),
         ([], 1),
     ],
 )

@@ -326,7 +326,7 @@ def _says_what_it_has(target: Checkpoint) -> bool:
 
 def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | None) -> Iterator[str]:
     """Yield descriptions of parts of files that were not checked."""
-    if not carried.nbytes and not carried.unread:
+    if not carried.nbytes:
         sampled = (
             f", but for samples of {statistics.copies:,} of {statistics.of_copies:,} replicas" if statistics else ""
         )
@@ -337,8 +337,6 @@ def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | 
         yield f"contents{sampled}{advice}"
     elif carried.rest > 0:
         yield f"{bytes_text(carried.rest)} of the files, which have no checksums"
-    if carried.unread:
-        yield f"contents of {names(carried.unread, most=3)}: objects in zstd streams that decode to more than 1 GB"
     if carried.bare:
         yield f"contents of {names(carried.bare, most=3)}, which were saved without checksums"
     if target.extras.beside:

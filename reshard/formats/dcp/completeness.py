@@ -12,8 +12,8 @@ from reshard.core.model.entries import RangeReader
 from reshard.core.model.findings import Findings
 from reshard.errors import SourceError
 from reshard.formats.dcp.metadata import DCPMetadata, metadata_files
-from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX
-from reshard.formats.dcp.reader import MTIME_TOLERANCE_NS, rank_of
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, rank_of
+from reshard.formats.dcp.reader import MTIME_TOLERANCE_NS
 from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import MOST_BYTES
 

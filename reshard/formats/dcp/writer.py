@@ -6,7 +6,7 @@ Each block is an item, the output of `torch.save` (`saved_tensors`), and the ite
 `__RANK_NUMBER.distcp`. A block that several ranks hold is stored once, balanced over the ranks. Empty blocks of
 non-empty tensors are left out. Texts are objects in the file of the first rank. Objects of a source DCP are carried
 byte for byte into the same file, and Megatron-Core's sidecar files into files of the same names. If a target for
-Megatron-Core has no sidecar files to carry, they are made (`megatron`).
+Megatron-Core has no sidecar files to carry, they are made (`sidecars`).
 
 PyTorch loads such a checkpoint into any mesh, with any blocks. Nothing in it depends on the machine that wrote it.
 """
@@ -23,9 +23,9 @@ from reshard.core.layout.replicas import by_size
 from reshard.core.model.entries import Content, Crc, FileLayout
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal
 from reshard.errors import UsageError
-from reshard.formats.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.formats.dcp.metadata import Item
 from reshard.formats.dcp.names import DCP_INDEX, TRACKER
+from reshard.formats.dcp.sidecars import HOW_TO_LOAD, check_objects, is_for_megatron, new_sidecars, target_files
 from reshard.formats.dcp.written_metadata import ListedTensor, metadata
 from reshard.formats.ranks.writer import fitted
 from reshard.kits.torch.carried import Carried, nested
@@ -85,11 +85,12 @@ class DCPTarget(Target):
         self._carried = Carried(source, {item.name: item.tensor.spec.name for item in items}, objects, faults)
         self._paths = nested(self._carried.paths or {}, faults)
         self.carried = self._carried.names
-        self._sidecar_files, self._is_made = self._carried.beside, False
-        if not self._sidecar_files and is_for_megatron(source, files.step):
+        self._sidecars = self._carried.beside
+        self._is_new = not self._sidecars and is_for_megatron(source, files.step)
+        if self._is_new:
             texts = {item.tensor.spec.name: item.name for item in items if item.tensor.text is not None}
             check_objects({**texts, **objects}.items(), faults)
-            self._sidecar_files, self._is_made = files_beside(files.step, (item.name for item in items)), True
+            self._sidecars = new_sidecars(files.step, (item.name for item in items))
         self.memory: tuple[Share, ...] = (
             ("items", _ITEM_BYTES * (sum(map(len, self._files.values())) + len(objects))),
             ("objects", self._carried.nbytes),
@@ -136,7 +137,7 @@ class DCPTarget(Target):
                 )
                 part = Item(block.start, self._data_files[number].path, begin, nbytes)
                 parts[item.name].append((part, shape))
-        paths = {} if self._is_made else self._paths
+        paths = {} if self._is_new else self._paths
         entries = [
             ListedTensor(
                 item.name,
@@ -149,23 +150,20 @@ class DCPTarget(Target):
             if item.name in parts
         ]
         entries += [ListedTensor(name, None, (), parts[name], paths.get(name)) for name in self._carried.objects]
-        target_files = [
+        files_of_target = [
             TargetFile(data_file.rank, f"{self._directory}{data_file.path}", file.layout())
             for data_file, file in zip(self._data_files, files, strict=True)
         ]
-        last_files = {f"{self._directory}{name}": file_bytes for name, file_bytes in self._sidecar_files.items()}
-        last_files[f"{self._directory}{DCP_INDEX}"] = metadata(entries, {})
-        target_files += [
-            TargetFile(self.ranks[0], path, literal(file_bytes), last=True) for path, file_bytes in last_files.items()
-        ]
+        last_files = {**self._sidecars, DCP_INDEX: metadata(entries, {})}
+        files_of_target += target_files(self.ranks[0], self._directory, last_files)
         if self._step is not None:
             tracker = literal(f"{self._step}".encode())
-            target_files.append(TargetFile(self.ranks[0], TRACKER, tracker, last=True, pointer=True))
-        return tuple(target_files)
+            files_of_target.append(TargetFile(self.ranks[0], TRACKER, tracker, last=True, pointer=True))
+        return tuple(files_of_target)
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of carried data that contradict the target; say how Megatron-Core loads it."""
-        how_to_load = [HOW_TO_LOAD] if self._is_made and not self._carried.objects else []
+        how_to_load = [HOW_TO_LOAD] if self._is_new and not self._carried.objects else []
         return (*self._carried.warnings(self._step), *how_to_load)
 
     def _assign_files(self, max_shard_size: int) -> dict[str, list[_FileKey]]:
