@@ -180,8 +180,9 @@ class _Joined:
         for name, described in self.metadata.listed.items():
             if name not in absent:
                 self._add(name, described.reason or self._tensor(name, described))
-        for name in self.in_files.keys() - self.metadata.listed.keys():
-            self._add_unlisted(name)
+        for name in self.in_files:
+            if name not in self.metadata.listed:
+                self._add_unlisted(name)
         if not self.tensors:
             raise SourceError(f"{self.directory}: {nothing_readable(self.unreadable)}", code="no-tensors")
         if unnamed := sorted(self.listing - self.metadata.files.keys()):
