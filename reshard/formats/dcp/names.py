@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked_fields
@@ -40,9 +41,10 @@ def rank_of(path: str) -> int:
     return int(match[1]) if match and match[1] else 0
 
 
-def is_data(path: str) -> bool:
-    """Return whether a file has the name of a data file."""
-    return any(pattern.fullmatch(path.rpartition("/")[2]) for pattern in DCP_FILES.values())
+@lru_cache(maxsize=1 << 16)
+def is_data_of(kind: str, file: str) -> bool:
+    """Return whether a file has a name that the files of this class of storage records have."""
+    return DCP_FILES[kind].fullmatch(file) is not None and file.isprintable()
 
 
 DCP_OF_RANK = re.compile(r"((?:__)?(?=\d+\.)|\.rank(?=\d+_))(0|[1-9]\d{0,8})[._]metadata")

@@ -43,7 +43,7 @@ from reshard.errors import Faults, SourceError, names
 from reshard.formats.dcp.hf_blocks import without_notes
 from reshard.formats.dcp.items import Span, read_items
 from reshard.formats.dcp.metadata import STREAM, DCPMetadata
-from reshard.formats.dcp.names import DCP_INDEX, DCP_ITEMS, is_data, rank_of
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, is_data_of, rank_of
 from reshard.formats.dcp.sidecars import arguments_of, find_sidecars, status_of
 from reshard.kits import safetensors
 from reshard.kits.headers import read_indexes
@@ -341,7 +341,8 @@ def _warnings(directory: Place, listing: Sequence[str], metadata: DCPMetadata, f
                 f"{names(newer, most=3)} changed after {DCP_INDEX}, which comes last: copied in that order, or saving "
                 "another checkpoint here was interrupted"
             )
-    if unnamed := sorted(path for path in filter(is_data, listing) if path not in files.numbers):
+    data = (path for path in listing if any(is_data_of(kind, path.rpartition("/")[2]) for kind in DCP_FILES))
+    if unnamed := sorted(path for path in data if path not in files.numbers):
         yield f"{metadata.described_by} does not name {names(unnamed, most=3)}, which is not read"
     if unfinished := sorted(name for name in listing if name.endswith(".metadata.tmp")):
         yield f"{unfinished[0]} is there: saving another checkpoint here was interrupted, which may have replaced files"
