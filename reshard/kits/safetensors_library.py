@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from math import prod
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -22,26 +21,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reshard.core.model.checkpoint import Checkpoint
-    from reshard.core.model.entries import Entry
     from reshard.core.storage.base import ReadStore
 
-_READ_BYTES = 64 << 20  # the most bytes of a tensor that a thread holds, if one row is not larger
+_READ_BYTES = 64 << 20  # memory of a thread: the bytes of a read, if one row is not larger
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor in a file: its byte range, its name, and the size of a row."""
+    """A tensor in a file: its byte range, its name, and the bytes of a row; 0 if it has no dimensions."""
 
     begin: int
     end: int
     name: str
     row_bytes: int
-
-    @classmethod
-    def of(cls, name: str, entry: Entry) -> _Stored:
-        """Return the tensor of an entry."""
-        ((begin, nbytes),) = entry.runs
-        return cls(begin, begin + nbytes, name, nbytes // (entry.shape[0] if entry.shape else 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +50,7 @@ class SafetensorsLibrary:
 
     def store(self) -> ReadStore:
         """Return a store that reads tensors through the library."""
-        return _LibraryStore(self)
+        return _LibraryStore(self.tensors)
 
     def nbytes(self, threads: int) -> int:
         """Return the memory that a number of threads need, in bytes."""
@@ -73,11 +65,9 @@ def by_library(checkpoint: Checkpoint) -> Checkpoint:
         SourceError: the library finds other tensors in a file, or other dtypes or shapes.
     """
     files = [file for file in checkpoint.files if file.index.format == NAME]
-    code = "not-for-the-library"
-    if not files or checkpoint.coding is not None:
-        raise UsageError(f"{checkpoint.root} has no plain safetensors files for the library to read", code=code)
-    if not can(files[0].path).positioned:
-        raise UsageError(f"{checkpoint.root}: the safetensors library reads local files only", code=code)
+    if not files or checkpoint.coding is not None or not can(files[0].path).positioned:
+        fault = f"{checkpoint.root} has no plain, local safetensors files for the library to read"
+        raise UsageError(fault, code="not-for-the-library")
     faults = Faults(f"{checkpoint.root}, as the safetensors library reads it,")
     tensors: dict[str, list[_Stored]] = {}
     unread: dict[str, None] = {}
@@ -88,17 +78,16 @@ def by_library(checkpoint: Checkpoint) -> Checkpoint:
             message = "only this program finds it" if name in entries else "only the library finds it"
             faults.add(f"{file.path}: tensor {name!r}", message, code="library-disagrees")
         stored = []
-        for name, entry in entries.items():
-            if name not in described or not prod(entry.shape):
-                continue
+        for name, entry in ((name, entry) for name, entry in entries.items() if name in described):
             expected = ("I8" if entry.dtype is INT4 else entry.dtype.safetensors, entry.dtype.as_values(entry.shape))
             if described[name] != expected:
                 fault = f"is {described[name]} there; this program read {expected}"
                 faults.add(f"{file.path}: tensor {name!r}", fault, code="library-disagrees")
-            if entry.dtype.bits or entry.dtype.name.startswith("float8"):
+            elif entry.dtype.bits or entry.dtype.name.startswith("float8"):
                 unread[name] = None
-            else:
-                stored.append(_Stored.of(name, entry))
+            elif entry.nbytes:
+                ((begin, nbytes),) = entry.runs
+                stored.append(_Stored(begin, begin + nbytes, name, nbytes // entry.shape[0] if entry.shape else 0))
         tensors[file.path] = sorted(stored, key=lambda tensor: tensor.begin)
     faults.raise_if_any(SourceError)
     return replace(checkpoint, coding=SafetensorsLibrary(tensors, tuple(unread)))
@@ -130,26 +119,25 @@ def unread_by_library(checkpoint: Checkpoint) -> Iterator[str]:
 class _LibraryStore(Around):
     """Reads byte ranges from the library's tensors, else from the file."""
 
-    def __init__(self, library: SafetensorsLibrary) -> None:
+    def __init__(self, tensors: dict[str, list[_Stored]]) -> None:
         super().__init__(any_store())
-        self._tensors = library.tensors
-        self._begins = {path: [tensor.begin for tensor in tensors] for path, tensors in library.tensors.items()}
+        self._tensors = tensors
         self._opened: dict[str, Any] = {}
         self._lock = Lock()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill one buffer."""
         buffer = buffer.cast("B")
-        tensors, begins = self._tensors.get(path, []), self._begins.get(path, [])
+        tensors = self._tensors.get(path, [])
+        following = bisect_right(tensors, offset, key=lambda tensor: tensor.end)
         while len(buffer):
-            number = bisect_right(begins, offset) - 1
-            tensor = tensors[number] if number >= 0 else None
-            if tensor is not None and offset < tensor.end:
-                count = min(tensor.end - offset, len(buffer))
+            tensor = tensors[following] if following < len(tensors) else None
+            if tensor is not None and tensor.begin <= offset:
+                count = min(tensor.end - offset, len(buffer), max(_READ_BYTES // 2, tensor.row_bytes))
                 self._read_tensor(path, tensor, offset - tensor.begin, buffer[:count])
+                following += offset + count == tensor.end
             else:
-                following = begins[number + 1] if number + 1 < len(begins) else offset + len(buffer)
-                count = min(following - offset, len(buffer))
+                count = min(tensor.begin - offset, len(buffer)) if tensor else len(buffer)
                 self.inner.read_into(path, offset, buffer[:count])
             offset, buffer = offset + count, buffer[count:]
 
@@ -160,20 +148,15 @@ class _LibraryStore(Around):
         super().close()
 
     def _read_tensor(self, path: str, tensor: _Stored, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer with bytes of a tensor, a few rows at a time."""
-        whole = self._file(path).get_slice(tensor.name)
-        if not whole.get_shape():
-            content = self._file(path).get_tensor(tensor.name).tobytes()
-            buffer[:] = content[begin : begin + len(buffer)]
-            return
-        step = max(_READ_BYTES // 2 // tensor.row_bytes, 1)
-        row, done = begin // tensor.row_bytes, 0
-        skipped = begin - row * tensor.row_bytes
-        while done < len(buffer):
-            stop = min(row + step, -(-(begin + len(buffer)) // tensor.row_bytes))
-            content = whole[row:stop].tobytes()[skipped : skipped + len(buffer) - done]
-            buffer[done : done + len(content)] = content
-            row, done, skipped = stop, done + len(content), 0
+        """Fill a buffer with bytes of a tensor."""
+        opened = self._file(path)
+        if tensor.row_bytes:
+            first, last = begin // tensor.row_bytes, -(-(begin + len(buffer)) // tensor.row_bytes)
+            content = opened.get_slice(tensor.name)[first:last].tobytes()
+            begin -= first * tensor.row_bytes
+        else:
+            content = opened.get_tensor(tensor.name).tobytes()
+        buffer[:] = content[begin : begin + len(buffer)]
 
     def _file(self, path: str) -> Any:
         from safetensors import safe_open
