@@ -22,8 +22,6 @@ from reshard.formats.checkpoint2.names import METADATA
 from reshard.strategy.strategy import MOST_RANKS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from reshard.core.layout.block import Shape
     from reshard.core.storage.places import Place
 
@@ -73,6 +71,7 @@ class Metadata:
         self._meshes: dict[Mesh, Mesh] = {}
         self._groups: dict[tuple[int, ...], int] = {}
         self._grids: dict[tuple[Mesh | None, Shape], tuple[tuple[Block, ...], dict[int, int]]] = {}
+        self._outside: dict[tuple[Mesh | None, Shape, bytes], tuple[tuple[tuple[int, int], ...], bool]] = {}
         context = ""
         try:
             for section, name, value in members(str(path)):
@@ -107,11 +106,17 @@ class Metadata:
                 self._grids[key] = grid.blocks, {rank: n for n, ranks in enumerate(grid.ranks) for rank in ranks}
         return self._grids[key]
 
-    def outside(self, tensor: Described, places: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], bool]:
+    def outside(self, tensor: Described, places: array[int]) -> tuple[tuple[tuple[int, int], ...], bool]:
         """Return the ranks that hold a block and are not in the layout of a tensor, and whether numbers are wrong.
 
         Each rank comes with the number of its block. Numbers are wrong if they are not those of the layout.
         """
+        key = tensor.mesh, tensor.shape, places.tobytes()
+        if key not in self._outside:
+            self._outside[key] = self._find_outside(tensor, places)
+        return self._outside[key]
+
+    def _find_outside(self, tensor: Described, places: array[int]) -> tuple[tuple[tuple[int, int], ...], bool]:
         _, of_rank = self.grid(tensor)
         outside: dict[int, int] = {}
         are_wrong = False
@@ -226,7 +231,7 @@ def layouts_at(directory: Place) -> Arrangement:
         others: tuple[tuple[int, int], ...] = ()
         if tensor.mesh is not None and not tensor.reason:
             blocks = len(metadata.grid(tensor)[0])
-            outside, are_wrong = metadata.outside(tensor, metadata.places.get(name, ()))
+            outside, are_wrong = metadata.outside(tensor, metadata.places.get(name, array("i")))
             others = () if are_wrong else tuple((rank, number) for rank, number in outside if number < blocks)
         tensors[name] = Arranged((tensor.mesh,) if tensor.mesh else (), tensor.shape, others)
     faults.raise_if_any(SourceError)

@@ -15,9 +15,10 @@ code writes and reads, run (`tests/data/checkpoint2`).
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from reshard.core.layout.arrangement import Arranged, Arrangement
 from reshard.core.layout.block import Block, shape_text
@@ -34,7 +35,7 @@ from reshard.formats.checkpoint2.names import COMMON, FILES, METADATA
 from reshard.kits.headers import indexed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.entries import Entry
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 NAME = "Checkpoint 2.0"
 
 _LARGEST = 1 << 20
+_NOWHERE = array("i")
 _NONE, _BLOCK, _WHOLE, _OTHER = range(4)  # the part of a tensor that a file has
 
 
@@ -71,31 +73,23 @@ def open_checkpoint2(
 def _whole(directory: Place, listing: set[str]) -> Checkpoint:
     """Open files of whole tensors, all of which must be present."""
     faults = Faults(str(directory))
-    counts: dict[tuple[str, str], dict[int, set[int]]] = {}
+    numbers: dict[tuple[str, int], set[int]] = {}
     for match in filter(None, map(FILES.files.fullmatch, listing)):
-        of_kind = counts.setdefault((match["prefix"], match["kind"]), {})
-        of_kind.setdefault(int(match["count"]), set()).add(int(match["number"]))
-    for (prefix, kind), by_count in counts.items():
-        for count, numbers in by_count.items():
-            if missing := [number for number in range(count) if number not in numbers]:
-                faults.add(
-                    f"{prefix}{kind}-*-{count:07d}.safetensors",
-                    f"has no file {names(missing)} of {count}, and there is no {METADATA}",
-                    code="missing-shards",
-                    hint=COPY_AGAIN,
-                )
+        key = f"{match['prefix']}{match['kind']}", int(match["count"])
+        numbers.setdefault(key, set()).add(int(match["number"]))
+    for (kind, count), present in numbers.items():
+        if missing := [number for number in range(count) if number not in present]:
+            fault = f"has no file {names(missing)} of {count}, and there is no {METADATA}"
+            faults.add(f"{kind}-*-{count:07d}.safetensors", fault, code="missing-shards", hint=COPY_AGAIN)
     faults.raise_if_any(SourceError)
     files, ranks = indexed({0: sorted(directory / name for name in listing)}, None)
     path_of: dict[str, str] = {}
     for file in files:
         for name in file.index.entries:
-            if name in path_of:
-                faults.add(
-                    f"tensor {name!r}",
-                    f"is in both {path_of[name]} and {file.path}, and there is no {METADATA}",
-                    code="duplicate-name",
-                )
-            path_of[name] = file.path
+            other = path_of.setdefault(name, file.path)
+            if other != file.path:
+                fault = f"is in both {other} and {file.path}, and there is no {METADATA}"
+                faults.add(f"tensor {name!r}", fault, code="duplicate-name")
     faults.raise_if_any(SourceError)
     tensors = assemble_whole(str(directory), files, ranks, range(len(files)))
     common, warnings = _common(directory)
@@ -121,24 +115,6 @@ def _common(directory: Place) -> tuple[str, list[str]]:
     return raw.decode(), unhealthy if content.get("ckpt_status") == 1 else []
 
 
-class _Cut(NamedTuple):
-    """The blocks of a tensor, and the numbers of the files that hold each.
-
-    Attributes:
-        sharding: the blocks and their files.
-        firsts: a file of each distinct header.
-        reason: why it cannot be read, or "".
-        misnumbered: whether the metadata number the blocks otherwise than the layout.
-        arranged: the layout and the ranks.
-    """
-
-    sharding: Sharding = Sharding((), ())
-    firsts: tuple[int, ...] = ()
-    reason: str = ""
-    misnumbered: bool = False
-    arranged: Arranged = Arranged(())
-
-
 class _Joined:
     """Joins metadata and files: a file has the block that the layout gives its rank, if not the whole tensor."""
 
@@ -146,7 +122,12 @@ class _Joined:
         self.directory, self.listing = directory, listing
         self.metadata = metadata = Metadata(directory / METADATA)
         self.missing = metadata.files.keys() - listing
-        self._refuse_gaps()
+        matches = map(FILES.files.fullmatch, metadata.files)
+        if self.missing != {match[0] for match in matches if match and match["kind"] == "opt"}:
+            faults = Faults(str(directory))
+            for name in sorted(self.missing):
+                faults.add(name, f"is missing; {METADATA} names it", code="missing-file", hint=COPY_AGAIN)
+            faults.raise_if_any(SourceError)
         present = sorted((metadata.ranks[number], name) for name, number in metadata.files.items() if name in listing)
         by_rank: dict[int, list[Place]] = {}
         for rank, name in present:
@@ -159,18 +140,8 @@ class _Joined:
         self.tensors: dict[str, Tensor] = {}
         self.unreadable: dict[str, str] = {}
         self.arranged: dict[str, Arranged] = {}
-        self.misnumbered: list[str] = []
         self.unlisted: list[str] = []
-        self._cuts: dict[tuple[int | None, Shape, bytes, bytes], _Cut] = {}
-
-    def _refuse_gaps(self) -> None:
-        """Check that no file is missing, except all files of the optimizer together."""
-        faults = Faults(str(self.directory))
-        matches = map(FILES.files.fullmatch, self.metadata.files)
-        if self.missing != {match[0] for match in matches if match and match["kind"] == "opt"}:
-            for name in sorted(self.missing):
-                faults.add(name, f"is missing; {METADATA} names it", code="missing-file", hint=COPY_AGAIN)
-        faults.raise_if_any(SourceError)
+        self._found: dict[tuple[object, ...], tuple[Sharding, tuple[int, ...]] | SourceError] = {}
 
     def checkpoint(self) -> Checkpoint:
         """Return the checkpoint."""
@@ -179,7 +150,7 @@ class _Joined:
             warnings.append(f"no file of the optimizer is there: {len(absent)} tensors are left out")
         for name, described in self.metadata.listed.items():
             if name not in absent:
-                self._add(name, described.reason or self._tensor(name, described))
+                self._add(name, described)
         for name in self.in_files:
             if name not in self.metadata.listed:
                 self._add_unlisted(name)
@@ -187,32 +158,15 @@ class _Joined:
             raise SourceError(f"{self.directory}: {nothing_readable(self.unreadable)}", code="no-tensors")
         if unnamed := sorted(self.listing - self.metadata.files.keys()):
             warnings.append(f"{METADATA} does not name {names(unnamed, most=3)}, which is not read")
-        defects = tuple(self._defects())
+        if self.unlisted:
+            unlisted = f"{METADATA} does not list {names(self.unlisted, most=3)}"
+            warnings.append(f"{unlisted}, which files have and are read, and MindSpore Transformers does not load")
         devices = self.metadata.devices
         arrangement = Arrangement(self.arranged, range(devices), devices) if self.arranged else None
         return Checkpoint(
-            str(self.directory), self.tensors, self.files, self.ranks, warnings=(*defects, *warnings),
-            unreadable=self.unreadable, extras=Extras(METADATA, arrangement, defects, common=common),
+            str(self.directory), self.tensors, self.files, self.ranks, warnings=tuple(warnings),
+            unreadable=self.unreadable, extras=Extras(METADATA, arrangement, common=common),
         )  # fmt: skip
-
-    def _defects(self) -> Iterator[str]:
-        """Yield the mistakes in the metadata that do not prevent reading."""
-        if self.misnumbered:
-            yield (
-                f"{METADATA}: numbers the blocks of {names(self.misnumbered, most=3)} otherwise than their layouts "
-                "say, by which they are read, as MindSpore Transformers does; nothing is lost"
-            )
-        if self.unlisted:
-            yield (
-                f"{METADATA}: does not list {names(self.unlisted, most=3)}, which files have and are read, and "
-                "MindSpore Transformers does not load"
-            )
-
-    def _add(self, name: str, tensor: Tensor | str) -> None:
-        if isinstance(tensor, Tensor):
-            self.tensors[name] = tensor
-        else:
-            self.unreadable[name] = tensor
 
     def _absent(self) -> set[str]:
         """Return the names of optimizer states whose files are all missing."""
@@ -223,6 +177,18 @@ class _Joined:
             if numbers and name not in self.in_files and numbers.issuperset(places[1::NUMBERS])
         }
 
+    def _add(self, name: str, described: Described) -> None:
+        """Add a tensor that the metadata list."""
+        if described.reason:
+            self.unreadable[name] = described.reason
+            return
+        places = self.metadata.places.get(name, _NOWHERE)
+        self.arranged[name] = self._arranged(described, places)
+        try:
+            self.tensors[name] = self._tensor(name, described, places)
+        except SourceError as error:
+            self.unreadable[name] = error.message
+
     def _add_unlisted(self, name: str) -> None:
         """Add a tensor that only files have.
 
@@ -231,62 +197,67 @@ class _Joined:
         entry = next(entries[name] for entries, _ in self.by_header if name in entries)
         weight_name = name.partition(".")[2]
         weight = self.metadata.listed.get(weight_name)
-        tensor: Tensor | str = ""
-        if weight is not None and weight.mesh is not None and not weight.reason:
-            tensor = self._tensor(name, weight._replace(dtype=""))
-        if isinstance(tensor, Tensor):
-            self.arranged[name] = self.arranged[weight_name]
-        else:
-            tensor = self._tensor(name, Described("", entry.shape, None, ""))
-            del self.arranged[name]
-        self._add(name, tensor)
         if prod(entry.shape) > 1 and not name.startswith("accu_grads."):
             self.unlisted.append(name)
+        if weight is not None and weight.mesh is not None and not weight.reason:
+            with suppress(SourceError):
+                self.tensors[name] = self._tensor(name, weight._replace(dtype=""), _NOWHERE)
+                self.arranged[name] = self.arranged.get(weight_name, Arranged(()))
+                return
+        try:
+            self.tensors[name] = self._tensor(name, Described("", entry.shape, None, ""), _NOWHERE)
+        except SourceError as error:
+            self.unreadable[name] = error.message
 
-    def _tensor(self, name: str, described: Described) -> Tensor | str:
-        """Return a tensor, or the reason why it cannot be read."""
-        places = self.metadata.places.get(name, array("i"))
+    def _tensor(self, name: str, described: Described, places: array[int]) -> Tensor:
+        """Return a tensor; raise `SourceError` with a predicate if it cannot be read."""
         block = self.metadata.grid(described)[0][0]
         parts = bytes(_part(entries.get(name), block.shape, described.shape) for entries, _ in self.by_header)
         key = (described.mesh, described.shape, parts, places.tobytes())
-        if key not in self._cuts:
-            self._cuts[key] = self._cut(described, parts, places)
-        cut = self._cuts[key]
-        self.arranged[name] = cut.arranged
-        if cut.reason:
-            return cut.reason
-        stored = [self.files[number].index.entries[name] for number in cut.firsts]
+        if key not in self._found:
+            self._found[key] = self._sharding(described, parts, places)
+        found = self._found[key]
+        if isinstance(found, SourceError):
+            raise found
+        sharding, firsts = found
+        stored = [self.files[number].index.entries[name] for number in firsts]
         dtypes = {entry.dtype.name for entry in stored}
         if dtypes != {described.dtype or stored[0].dtype.name}:
             expected = f" and {described.dtype} in {METADATA}" if described.dtype else "; expected one dtype"
-            return f"is {names(sorted(dtypes))} in the files{expected}"
+            raise SourceError(f"is {names(sorted(dtypes))} in the files{expected}", code="mixed-dtypes")
         if len({entry.text for entry in stored}) > 1:
-            return "is text that differs between the ranks"
-        if cut.misnumbered:
-            self.misnumbered.append(name)
+            raise SourceError("is text that differs between the ranks", code="ranks-disagree")
         spec, runs = TensorSpec(name, stored[0].dtype, described.shape), tuple(entry.runs for entry in stored)
-        return Tensor(spec, cut.sharding, runs, listed=described.mesh is not None, text=stored[0].text)
+        return Tensor(spec, sharding, runs, listed=described.mesh is not None, text=stored[0].text)
 
-    def _cut(self, described: Described, in_headers: bytes, places: Sequence[int]) -> _Cut:
-        """Return the files of each block, for tensors of one layout that the same files hold in the same way.
+    def _sharding(
+        self, described: Described, in_headers: bytes, places: array[int]
+    ) -> tuple[Sharding, tuple[int, ...]] | SourceError:
+        """Return the files of each block, for all tensors of one layout that the same files hold in the same way.
 
         Files that the metadata name for the tensor come first; the others count if those lack a block.
         """
         parts = {
-            file: kind for kind, (_, files) in zip(in_headers, self.by_header, strict=True) if kind for file in files
+            file: part for part, (_, files) in zip(in_headers, self.by_header, strict=True) if part for file in files
         }
         others, are_wrong = self.metadata.outside(described, places)
         numbers = {} if are_wrong else dict(others)
         named = {self.number[file] for file in places[1::NUMBERS] if file in self.number}
-        cut = self._in_files(described, {file: kind for file, kind in parts.items() if file in named}, numbers)
-        if cut.reason:
-            cut = self._in_files(described, parts, numbers)
-        if cut.reason and are_wrong:
-            cut = cut._replace(reason=f"{cut.reason}: they were lost when it was saved (remove_redundancy)")
-        return cut._replace(misnumbered=are_wrong, arranged=self._arranged(described, others, are_wrong=are_wrong))
+        for chosen in ({file: part for file, part in parts.items() if file in named}, parts):
+            try:
+                return self._in_files(described, chosen, numbers)
+            except SourceError as error:
+                fault = error
+        if are_wrong:
+            return SourceError(
+                f"{fault.message}: they were lost when it was saved (remove_redundancy)", code="missing-blocks"
+            )
+        return fault
 
-    def _in_files(self, described: Described, parts: Mapping[int, int], numbers: Mapping[int, int]) -> _Cut:
-        """Return the files of each block.
+    def _in_files(
+        self, described: Described, parts: Mapping[int, int], numbers: Mapping[int, int]
+    ) -> tuple[Sharding, tuple[int, ...]]:
+        """Return the blocks with their files, and a file of each distinct header; raise `SourceError` if some lack.
 
         Args:
             described: the tensor.
@@ -307,35 +278,31 @@ class _Joined:
             number = numbers.get(self.ranks[file], len(blocks))
             if number < len(blocks) and not replicas[number]:
                 replicas[number].append(file)
-        if _OTHER in parts.values():
-            other = next(file for file, part in parts.items() if part == _OTHER)
-            return _Cut(
-                reason=f"is of another shape in {self.files[other].path}; expected {shape_text(blocks[0].shape)}"
-            )
+        if others := [self.files[file].path for file, part in parts.items() if part == _OTHER]:
+            fault = f"is of another shape in {names(others, most=3)}; expected {shape_text(blocks[0].shape)}"
+            raise SourceError(fault, code="wrong-shape")
         if whole and any(replicas):
-            return _Cut(reason="is whole in some files and cut in others")
+            raise SourceError("is whole in some files and cut in others", code="wrong-shape")
         if whole:  # saved with integrated_save, which ignores the layout
             blocks, replicas = (Block.whole(described.shape),), [whole]
-        lost = [block for block, files in zip(blocks, replicas, strict=True) if not files]
-        if lost:
-            return _Cut(reason=f"lacks {len(lost)} of its {len(blocks)} blocks, which no file has, such as {lost[0]}")
+        if lost := [block for block, files in zip(blocks, replicas, strict=True) if not files]:
+            fault = f"lacks {len(lost)} of its {len(blocks)} blocks, which no file has, such as {lost[0]}"
+            raise SourceError(fault, code="missing-blocks")
         at, firsts = where(self.files, sorted({file for files in replicas for file in files}))
         copies = tuple(tuple(at[file] for file in sorted(files)) for files in replicas)
-        return _Cut(Sharding(blocks, copies), firsts)
+        return Sharding(blocks, copies), firsts
 
-    def _arranged(self, described: Described, others: tuple[tuple[int, int], ...], *, are_wrong: bool) -> Arranged:
+    def _arranged(self, described: Described, places: array[int]) -> Arranged:
         """Return the layout and the ranks of a tensor, without ranks if the layout does not tell their blocks."""
+        others, are_wrong = self.metadata.outside(described, places)
         if described.mesh is None:
             return Arranged((), described.shape, others)
         _, of_rank = self.metadata.grid(described)
         ranks = described.mesh.ranks
         expected = [of_rank[rank] for rank in ranks] * (len(others) // len(ranks))
-        fits = [number for _, number in others] == expected and not (others and are_wrong)
-        return (
-            Arranged((described.mesh,), described.shape, others)
-            if fits
-            else Arranged((replace(described.mesh, ranks=()),))
-        )
+        if [number for _, number in others] != expected or (others and are_wrong):
+            return Arranged((replace(described.mesh, ranks=()),))
+        return Arranged((described.mesh,), described.shape, others)
 
 
 def _part(entry: Entry | None, block: Shape, whole: Shape) -> int:
