@@ -22,7 +22,7 @@ from reshard.formats.checkpoint2.options import Checkpoint2
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp.metadata import Item
 from reshard.formats.dcp.names import DCP
-from reshard.formats.dcp.written_metadata import ListedTensor, metadata
+from reshard.formats.dcp.writer import ListedTensor, metadata
 from reshard.kits.torch.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, na
 from reshard.formats.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, FILES, parts_below, rank_of
 from reshard.formats.dcp.sidecars import target_files
-from reshard.formats.dcp.writer import DCPTarget
-from reshard.formats.dcp.written_metadata import ListedTensor, metadata
+from reshard.formats.dcp.writer import DCPTarget, ListedTensor, metadata
 from reshard.kits.torch.carried import followed, nested, old_names, read_carried
 from reshard.kits.torch.saved_tensors import torch_dtype
 from reshard.strategy.names import matches
