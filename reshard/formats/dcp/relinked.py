@@ -3,7 +3,7 @@
 Only `.metadata` is rewritten; sidecar files are copied.
 
 Names are only in `.metadata`, so tensors and objects can be renamed, left out, or combined from several DCPs; this
-takes time independent of the data size. Carried items are not decoded: encoded items, objects, buckets of Megatron's
+takes time independent of the data size. Carried items are not decoded: zstd streams, objects, buckets of Megatron's
 optimizer. A file is linked if any of its items is carried.
 
 Source: PyTorch 2.13 `distributed/checkpoint/filesystem.py`.
@@ -11,11 +11,8 @@ Source: PyTorch 2.13 `distributed/checkpoint/filesystem.py`.
 
 from __future__ import annotations
 
-import re
-from operator import add
 from typing import TYPE_CHECKING
 
-from reshard.core.layout.block import Block, cover_fault
 from reshard.core.listing import Listing
 from reshard.core.model.entries import FileLayout
 from reshard.core.model.holdings import leave_out
@@ -23,7 +20,7 @@ from reshard.core.model.objects import problems
 from reshard.core.storage.places import as_place, can
 from reshard.core.target import Target, TargetFile
 from reshard.dtypes import BY_NAME
-from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
+from reshard.errors import Option, SourceError, Text, UsageError, bytes_text
 from reshard.formats.dcp.metadata import WHOLE_SHAPE, DCPMetadata
 from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, FILES, parts_below, rank_of
 from reshard.formats.dcp.sidecars import target_files
@@ -33,7 +30,7 @@ from reshard.kits.torch.saved_tensors import torch_dtype
 from reshard.strategy.names import matches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Checkpoint
@@ -41,12 +38,10 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Request
     from reshard.core.storage.places import Place
     from reshard.core.target import TargetInputs
-    from reshard.formats.dcp.metadata import DeclaredTensor, Item
+    from reshard.formats.dcp.metadata import Item
     from reshard.kits.torch.carried import KeyPath
 
 _ITEM_BYTES = 2000  # resident memory of an item: metadata read twice, and written
-_ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")
-
 _COPY = "make a copy, without links"
 
 
@@ -134,12 +129,8 @@ def _metadata_of(source: Checkpoint) -> tuple[Place, DCPMetadata]:
         raise UsageError(f"no file can be linked at a URL such as {directory}", code="not-linkable", hint=_COPY)
     if source.file_format != DCP_ITEMS:
         problem = f"has {source.file_format} files, which hold names" if source.extras.described_by else "is not a DCP"
-        raise UsageError(
-            f"{directory} {problem}",
-            code="not-a-dcp",
-            facts=["links need a DCP as PyTorch writes it by default"],
-            hint=_COPY,
-        )
+        facts = ["links need a DCP as PyTorch writes it by default"]
+        raise UsageError(f"{directory} {problem}", code="not-a-dcp", facts=facts, hint=_COPY)
     entries = directory.names()
     if not FILES.shown_by(Listing(directory, entries)):
         entries = parts_below(directory, entries)
@@ -203,32 +194,18 @@ def _fault(name: str, source_metadata: DCPMetadata, reason: str | None) -> Sourc
         source_metadata: the source's metadata.
         reason: why it is not readable, or None.
     """
-    items = source_metadata.items.get(name, [])
-    if any(not _ENCODING.fullmatch(encoder) for item in items for encoder in item.encoding):
-        return SourceError(f"has the unknown encoding {names(items[0].encoding, most=3)}", code="unknown-encoding")
+    if reason is not None:
+        return SourceError(reason, code="unreadable-tensor", hint=leave_out(name, reason))
     if name in source_metadata.objects:
-        return None if items else SourceError("is in no file", code="missing-object")
-    drop = leave_out(name, reason or "")
-    if reason is not None and not any(item.encoding for item in items):
-        return SourceError(reason, code="unreadable-tensor", hint=drop)
-    if not source_metadata.tensors[name].dtype:
-        return SourceError("has an unknown dtype", code="unknown-dtype", hint=drop)
-    return _boxes_fault(name, source_metadata.tensors[name], items)
-
-
-def _boxes_fault(name: str, tensor: DeclaredTensor, items: Sequence[Item]) -> SourceError | None:
-    """Return an error if the items of a tensor are not its boxes, or None."""
-    extents = dict(tensor.boxes)
-    if any(item.offsets not in extents for item in items):
-        return SourceError("has bytes at offsets where it has no box", code="corrupt")
-    if len(extents) < len(tensor.boxes):
-        return SourceError(
-            "has boxes of several sizes at one offset, which cannot be told apart",
-            code="ambiguous-boxes", hint=Text(f"{_COPY}, or leave it out with ", Option("exclude", name)),
-        )  # fmt: skip
-    boxes = {Block(at, tuple(map(add, at, extents[at]))) for at in {item.offsets for item in items}}
-    fault = cover_fault(tensor.shape, boxes)
-    return None if fault is None else SourceError(fault, code="not-covered")
+        return None if source_metadata.items.get(name) else SourceError("is in no file", code="missing-object")
+    tensor = source_metadata.tensors[name]
+    if not tensor.dtype:
+        return SourceError("has an unknown dtype", code="unknown-dtype", hint=leave_out(name, ""))
+    if len(dict(tensor.boxes)) < len(tensor.boxes):
+        fault = "has boxes of several sizes at one offset, which cannot be told apart"
+        hint = Text(f"{_COPY}, or leave it out with ", Option("exclude", name))
+        return SourceError(fault, code="ambiguous-boxes", hint=hint)
+    return None
 
 
 def _listed_tensor(
@@ -251,6 +228,4 @@ def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
     """Yield warnings about carried data; `carried` maps new names to old names."""
     for name, problem in problems(source.extras.beside).items():
         yield f"{name} {problem}, and left out"
-    if unread := sorted(set(carried.values()) & source.unreadable.keys()):
-        yield f"carried as they are, and not looked into: {names(unread, most=3)}"
     yield from old_names(source, carried, carried.values())
