@@ -302,20 +302,6 @@ def test_states_that_megatron_kept_flattened(tmp_path: Path) -> None:
     assert reshard.verify(tmp_path / "rows").equal
 
 
-def test_real_ones_that_megatron_kept_flattened_become_whole(mindspore_data: Path, tmp_path: Path) -> None:
-    """Of two dimensions, and stacked, as `(2, 1, 2, 30)` for [2, 10, 6]."""
-    root = mindspore_data / "dcp" / "mcore_flat"
-    full, source = full_of(root), reshard.open(root / "checkpoint")
-    name = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"
-    assert source.tensors[name].spec.shape == (2, 10, 6)
-    assert len(source.tensors[name].sharding.blocks) == 16
-    rows = Strategy.from_rules({name: value.shape for name, value in full.items()}, {"dp": 2}, {"*": ["shard(1)"]})
-    reshard.plan(source, rows, to="dcp").run(tmp_path / "rows", fsync=False)
-    assert_equal(reshard.open(tmp_path / "rows"), full)
-    assert reshard.verify(tmp_path / "rows", against=root / "checkpoint").equal
-    assert len(reshard.open(tmp_path / "rows").tensors[name].sharding.blocks) == 2
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

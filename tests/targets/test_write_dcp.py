@@ -174,18 +174,9 @@ def test_what_a_dcp_has_not(options: dict[str, Any], tmp_path: Path) -> None:
         reshard.plan(source(tmp_path), strategy(), to="dcp", **options)
 
 
-def test_commands(tmp_path: Path) -> None:
-    root = source(tmp_path).root
-    reshard.write_strategy(strategy(), tmp_path / "strategy.json")
-    target = ["--target-strategy", tmp_path / "strategy.json", "--to", "dcp"]
-    for _ in range(2):
-        done("convert", root, tmp_path / "one", *target)
-        assert_whole(tmp_path / "one", FULL)
-    done("convert", root, tmp_path / "two", "--to", "dcp", "--max-shard-size", "300B")
-    assert len(assert_whole(tmp_path / "two", FULL).ranges) == 3
-    done("plan", root, *target, "-o", tmp_path / "plan.json")
-    done("run", tmp_path / "plan.json", tmp_path / "three")
-    assert (tmp_path / "three" / ".metadata").read_bytes() == (tmp_path / "one" / ".metadata").read_bytes()
+def test_files_of_some_size(tmp_path: Path) -> None:
+    done("convert", source(tmp_path).root, tmp_path / "out", "--to", "dcp", "--max-shard-size", "300B")
+    assert len(assert_whole(tmp_path / "out", FULL).ranges) == 3
 
 
 def test_names_are_pickled_once(tmp_path: Path) -> None:
@@ -277,21 +268,3 @@ def test_items_cost_a_write_of_their_own_each(tmp_path: Path, monkeypatch: pytes
     plan.run(tmp_path / "out", ledger=False)
     assert len(written) == 100 + 101 + 1  # contents, heads and ends, metadata
     assert max(written) < 64 << 10
-
-
-@pytest.mark.parametrize("name", ["kinds", "moe", "rank_local"])
-def test_real_ones_to_another_mesh_and_back(name: str, mindspore_data: Path, tmp_path: Path) -> None:
-    """As rows of three, then as whole tensors."""
-    root = mindspore_data / "dcp" / name
-    full = {name.replace("\\", "/"): array for name, array in np.load(root / "full.npz").items()}
-    real = reshard.open(root / "checkpoint")
-    shapes = {name: tensor.spec.shape for name, tensor in real.tensors.items() if tensor.spec.shape}
-    rows = Strategy.from_rules(shapes, {"dp": 3}, {"*": ["shard(0)"]})
-    reshard.plan(real, rows, to="dcp").run(tmp_path / "rows")
-    reshard.plan(reshard.open(tmp_path / "rows"), to="dcp").run(tmp_path / "back")
-    for path in ("rows", "back"):
-        found = read(tmp_path / path).whole()
-        assert found.keys() == real.tensors.keys() == full.keys()
-        for tensor, array in full.items():
-            assert found[tensor].tobytes() == array.tobytes(), tensor
-        assert reshard.verify(tmp_path / path, against=root / "checkpoint").equal
