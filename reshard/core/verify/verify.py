@@ -36,7 +36,7 @@ from reshard.errors import GoneError, Option, SourceError, Text, UsageError, byt
 from reshard.formats.made import made_at
 from reshard.formats.ranks.directories import leftovers, rank_of
 from reshard.kits.indexes import read_index
-from reshard.kits.safetensors_library import by_library, read_by_library, unread_by_library
+from reshard.kits.safetensors_library import check_by_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -356,8 +356,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
 
     target, source, selection, deduplicated, note = sides
     sample, seed = options.sample, SystemRandom().randrange(1 << 32)
-    if options.independent:
-        target = by_library(target)
+    checked, unread = check_by_library(target, options.threads) if options.independent else (0, [])
     budget = comparison_budget(
         (source, target), casts=bool(selection.cast), memory=options.memory, threads=options.threads
     )
@@ -423,7 +422,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
             [*([note] if note else []), *([] if selection.cast else _casts(differences, (target.root, source.root)))],
         ),
         sample,
-        independent=read_by_library(target) if options.independent else 0,
+        independent=checked,
     )
     return Verification(
         target.root,
@@ -437,7 +436,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
         (
             *([] if compares_notes(source, target) else ["notes (__metadata__)"]),
             _ALWAYS_UNCHECKED,
-            *unread_by_library(target),
+            *unread,
         ),
         step=target.opening.step,
     )
