@@ -15,12 +15,10 @@ from refusals import refused
 
 import reshard
 from reshard import Selection
-from reshard.errors import ChangedError, SourceError, UsageError
+from reshard.errors import ChangedError, SourceError
 from reshard.kits.torch.carried import followed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dcp_files import Box
 
 
@@ -124,33 +122,6 @@ def test_megatron_finds_what_it_needs_besides(mindspore_data: Path, tmp_path: Pa
         assert not (tmp_path / "out" / name).samefile(root / name)
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ({"list.0": "list.x"}, ("conflicting-names", "'list.2'", "'list.x'")),
-        ({"objects.rng": "list"}, ("conflicting-names", "'list.0'", "'list'")),
-        ({"objects.rng": "list.0"}, ("duplicate-name", "'list.0'", "objects.rng")),
-    ],
-)
-def test_names_that_cannot_be_together(mindspore_data: Path, tmp_path: Path, names: Any, said: tuple[str, ...]) -> None:
-    with refused((SourceError, UsageError), *said):
-        linked(mindspore_data / "dcp" / "kinds" / "checkpoint", tmp_path / "out", names)
-    assert not (tmp_path / "out").exists()
-
-
-def test_who_has_names_is_told(mindspore_data: Path) -> None:
-    source = reshard.open(mindspore_data / "dcp" / "fsdp2_uneven" / "checkpoint")
-
-    def warnings(names: Mapping[str, str]) -> list[str]:
-        plan = reshard.plan(source, to="dcp", link=True, selection=Selection(name_map=names))
-        return [text for text in plan.warnings if not text.startswith("data files are links")]
-
-    assert warnings({}) == []
-    (objects,) = warnings({"model.layers.*": "model.blocks.*"})  # which states follow
-    assert "optim.param_groups.0.params: carried as it is, with the names that parameters had in the source" in objects
-    assert len(warnings({"model.*": "net.*"})) == 1
-
-
 # --- selecting ---
 
 
@@ -196,14 +167,6 @@ def test_encodings_are_carried(mindspore_data: Path, tmp_path: Path) -> None:
     assert info["relative_path"] == "z__0_0.distcp"
     verified = reshard.verify(tmp_path / "out")
     assert verified.equal
-
-
-def test_encodings_that_are_not_read(tmp_path: Path) -> None:
-    items = {0: [("w", WHOLE, item(FULL["w"]))]}
-    write_torch(tmp_path / "all" / "e", FULL, items, transform_descriptors=["y/1"])
-    write_torch(tmp_path / "all" / "plain", {"p": FULL["w"]}, {0: [("p", WHOLE, item(FULL["w"]))]})
-    with refused(SourceError, "unreadable-tensor", "'w'"):
-        linked(tmp_path / "all", tmp_path / "out")
 
 
 # --- merging ---

@@ -157,8 +157,9 @@ class _DCPFiles:
 
     def _without_header(self, names: Sequence[str], first: int) -> dict[str, SourceFile]:
         """Read the heads of the items in files of PyTorch; the files' header numbers start at `first`."""
-        paths = {file: self._directory.absolute() / file for file in names}
-        states = dict(zip(names, map_ordered(status_of, paths.values(), workers_at([*paths.values()])), strict=True))
+        ordered = [self._directory.absolute() / file for file in names]
+        paths = dict(zip(names, map(str, ordered), strict=True))
+        states = dict(zip(names, map_ordered(status_of, ordered, workers_at(ordered)), strict=True))
         faults = Faults(str(self._directory))
         for file, status in states.items():
             self._check_ranges(file, status.nbytes, faults)
@@ -166,7 +167,7 @@ class _DCPFiles:
         is_tensor = self._metadata.tensors.__contains__
         tensors = {file: [(name, item) for name, item in self._items[file] if is_tensor(name)] for file in names}
         spans = {
-            Span(str(paths[file]), item.begin, item.nbytes): None  # many boxes may claim the same item; read it once
+            Span(paths[file], item.begin, item.nbytes): None  # many boxes may claim the same item; read it once
             for file in names
             for _, item in tensors[file]
             if not item.encoding
@@ -174,7 +175,7 @@ class _DCPFiles:
         heads = dict(zip(spans, read_items([*spans]), strict=True))
         files = {}
         for number, file in enumerate(names, first):
-            path, status = str(paths[file]), states[file]
+            path, status = paths[file], states[file]
             entries = self._entries_of(path, tensors[file], heads)
             plain = (ZipPart(name, item.begin, item.nbytes) for name, item in self._items[file] if not item.encoding)
             index = FileIndex(DCP_ITEMS, entries, header_id=number, sums=Archives(tuple(dict.fromkeys(plain))))
