@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.model.facts import DAMAGED
-from reshard.core.storage.page_cache import GLANCE_BYTES
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
 from reshard.kits.torch.archive import Damaged, first_records
@@ -60,32 +59,15 @@ def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
 
 
 def read_heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes]]:
-    """Yield the first bytes of each item; near items are read together, and at URLs many at once."""
+    """Yield the first bytes of each item; at URLs many are read at once."""
 
-    def steps() -> Iterator[tuple[tuple[list[Span], bytearray], ReadStore, list[Want]]]:
-        for near in _near(spans, nbytes):
-            begin = near[0].begin
-            buffer = bytearray(near[-1].begin + min(near[-1].nbytes, nbytes) - begin)
-            yield (near, buffer), any_store(), [(near[0].path, begin, memoryview(buffer))]
+    def steps() -> Iterator[tuple[tuple[Span, bytearray], ReadStore, list[Want]]]:
+        for span in spans:
+            buffer = bytearray(min(span.nbytes, nbytes))
+            yield (span, buffer), any_store(), [(span.path, span.begin, memoryview(buffer))]
 
-    for near, buffer in in_batches(steps()):
-        for span in near:
-            begin = span.begin - near[0].begin
-            yield span, bytes(buffer[begin : begin + min(span.nbytes, nbytes)])
-
-
-def _near(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
-    """Yield groups of consecutive items whose first bytes lie within one read."""
-    near: list[Span] = []
-    for span in spans:
-        if near:
-            (path, begin, _), last = near[0], near[-1]
-            if span.path != path or span.begin < last.begin + last.nbytes or span.begin + nbytes > begin + GLANCE_BYTES:
-                yield near
-                near = []
-        near.append(span)
-    if near:
-        yield near
+    for span, buffer in in_batches(steps()):
+        yield span, bytes(buffer)
 
 
 def item(span: Span, head: bytes, known: KnownHeads) -> Entry | str | None:
