@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.formats.checkpoint2 import members as members_module
-from reshard.formats.checkpoint2.members import members
+from reshard.formats.checkpoint2 import metadata as members_module
+from reshard.formats.checkpoint2.metadata import members
 
 if TYPE_CHECKING:
     from pathlib import Path

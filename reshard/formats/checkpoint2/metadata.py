@@ -6,8 +6,10 @@ They may be 100 MB and more of JSON, which is read member by member. Names, path
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
+from codecs import getincrementaldecoder
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,13 +17,15 @@ from reshard.core.layout.arrangement import Arranged, Arrangement
 from reshard.core.layout.block import Block
 from reshard.core.layout.layout import Layout
 from reshard.core.layout.mesh import Mesh
+from reshard.core.model.entries import RangeReader
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, LayoutError, SourceError, names
-from reshard.formats.checkpoint2.members import members
 from reshard.formats.checkpoint2.names import METADATA
 from reshard.strategy.strategy import MOST_RANKS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from reshard.core.layout.block import Shape
     from reshard.core.storage.places import Place
 
@@ -29,6 +33,10 @@ if TYPE_CHECKING:
 NUMBERS = 4
 """How many numbers locate a block: of the block, its file, its rank, and the group of ranks that hold it."""
 
+_PIECE = 1 << 20
+_LONGEST = 1 << 26  # characters of one member
+_BEHIND = {*" \t\n\r:,]}"}
+_SPACE = re.compile(r"[ \t\n\r]*")
 _KEY = re.compile(r"""\((?:'(?P<single>.*)'|"(?P<double>.*)"), \((?P<number>\d{1,18}),\)\)""", re.DOTALL)
 _MOST = 1 << 31  # ranks, and blocks of a tensor
 _LONGEST_AXIS = 64
@@ -241,3 +249,97 @@ def layouts_at(directory: Place) -> Arrangement:
             code="out-of-range", facts=["the file seems to be corrupt"],
         )  # fmt: skip
     return Arrangement(tensors, range(metadata.devices), metadata.devices, lists_all=True)
+
+
+def members(path: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the members of the objects in a JSON object: outer key, inner key, value.
+
+    A value of the outer object that is not an object comes with an empty inner key.
+
+    Raises:
+        ValueError: it is not a JSON object.
+        SourceError: the file cannot be read.
+
+    >>> from pathlib import Path
+    >>> from tempfile import mkdtemp
+    >>> path = Path(mkdtemp(), "a.json")
+    >>> _ = path.write_text('{"a": {"b": [1], "c": 2}, "d": null}')
+    >>> list(members(str(path)))
+    [('a', 'b', [1]), ('a', 'c', 2), ('d', '', None)]
+    """
+    text = _TextParser(RangeReader(path, window=_PIECE))
+    for key in text.names():
+        if text.next() == "{":
+            for name in text.names():
+                yield key, name, text.value()
+        else:
+            yield key, "", text.value()
+    if text.next():
+        raise ValueError("something follows the object")
+
+
+class _TextParser:
+    """A parser of the text of a file, which buffers a piece of it."""
+
+    def __init__(self, reader: RangeReader) -> None:
+        self._reader, self._read = reader, 0
+        self._decode = getincrementaldecoder("utf-8-sig")().decode
+        self._buffer, self._at = "", 0
+        self._scan = json.JSONDecoder().raw_decode
+
+    def names(self) -> Iterator[str]:
+        """Yield the keys of the next object; the caller reads the value of each before the next key."""
+        self._take("{")
+        separator = ""
+        while self.next() != "}":
+            self._take(separator)
+            name = self.value()
+            if not isinstance(name, str):
+                raise ValueError(f"{name!r:.60} is the key of an object; expected text")  # noqa: TRY004 -- as for all faults
+            self._take(":")
+            yield name
+            separator = ","
+        self._take("}")
+
+    def next(self) -> str:
+        """Peek at the next character that is not white space; "" at the end."""
+        while True:
+            space = _SPACE.match(self._buffer, self._at)
+            self._at = space.end() if space else self._at
+            if self._at < len(self._buffer) or not self._more(_PIECE):
+                return self._buffer[self._at : self._at + 1]
+
+    def value(self) -> Any:
+        """Parse and return the next JSON value."""
+        self.next()
+        nbytes = _PIECE
+        while True:
+            try:
+                value, end = self._scan(self._buffer, self._at)
+            except RecursionError:
+                raise ValueError("it is nested too deeply") from None
+            except json.JSONDecodeError as error:
+                if len(self._buffer) - self._at > _LONGEST:
+                    raise ValueError(f"a value has more than {_LONGEST} characters") from None
+                if not self._more(nbytes):
+                    raise ValueError(f"it is not JSON: {error.msg}") from None
+            else:
+                length = end - self._at
+                if self._buffer[end : end + 1] in _BEHIND or not self._more(nbytes):  # a number may continue
+                    self._at += length
+                    return value
+            nbytes *= 2
+
+    def _take(self, character: str) -> None:
+        following = self.next()
+        if not following.startswith(character):
+            raise ValueError(f"{following or 'the end'!r} is there; expected {character!r}")
+        self._at += len(character)
+
+    def _more(self, nbytes: int) -> bool:
+        """Buffer more of the text; return whether there was any."""
+        content = self._reader.upto(self._read, nbytes)
+        self._read += len(content)
+        self._buffer = self._buffer[self._at :] + self._decode(content, final=not content)
+        self._at = 0
+        return bool(content)
