@@ -170,20 +170,20 @@ def changed(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "code", "place"),
+    ("content", "code"),
     [
-        (changed(saved("word")), "wrong-checksum", "'archive/data.pkl'"),
-        (saved("word")[:-1], "not-torch-save", "it is no zip archive, or is cut off"),
-        (b"", "not-torch-save", "it is no zip archive, or is cut off"),
-        (saved({float("nan"): 1}), "unsupported-object", "dict"),
-        (pickle.dumps(1), "not-torch-save", "it is no zip archive"),
+        (changed(saved("word")), "wrong-checksum"),
+        (saved("word")[:-1], "not-torch-save"),
+        (b"", "not-torch-save"),
+        (saved({float("nan"): 1}), "unsupported-object"),
+        (pickle.dumps(1), "not-torch-save"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, code: str, place: str) -> None:
+def test_what_is_wrong_is_said(tmp_path: Path, content: bytes, code: str) -> None:
     source = of(tmp_path, o=content)
-    with refused(SourceError, code, f"{source.root}: object 'o'", place):
+    with refused(SourceError, code, f"{source.root}: object 'o'"):
         source.read_object("o")
-    assert place in done("inspect", source.root).stdout
+    done("inspect", source.root)
 
 
 def without_sums(content: bytes, name: bytes) -> bytes:
