@@ -45,7 +45,7 @@ NAME = "Checkpoint 2.0"
 
 _LARGEST = 1 << 20
 _NOWHERE = array("i")
-_NONE, _BLOCK, _WHOLE, _OTHER = range(4)  # the part of a tensor that a file has
+_BLOCK, _WHOLE, _OTHER = range(3)  # the part of a tensor that a file has
 
 
 def open_checkpoint2(
@@ -134,9 +134,11 @@ class _Joined:
             by_rank.setdefault(rank, []).append(directory / name)
         self.files, self.ranks = indexed(by_rank, None)
         self.number = {metadata.files[name]: number for number, (_, name) in enumerate(present)}
-        groups = by_header(self.files, range(len(self.files)))
-        self.by_header = [(self.files[group[0]].index.entries, group) for group in groups]
-        self.in_files = dict.fromkeys(name for entries, _ in self.by_header for name in entries)
+        self.by_header = by_header(self.files, range(len(self.files)))
+        self.in_files: dict[str, dict[int, Entry]] = {}  # by name, and by the number of the header
+        for header, alike in enumerate(self.by_header):
+            for name, entry in self.files[alike[0]].index.entries.items():
+                self.in_files.setdefault(name, {})[header] = entry
         self.tensors: dict[str, Tensor] = {}
         self.unreadable: dict[str, str] = {}
         self.arranged: dict[str, Arranged] = {}
@@ -194,7 +196,7 @@ class _Joined:
 
         It is an optimizer state cut like its weight, or a tensor whole on every rank.
         """
-        entry = next(entries[name] for entries, _ in self.by_header if name in entries)
+        entry = next(iter(self.in_files[name].values()))
         weight_name = name.partition(".")[2]
         weight = self.metadata.listed.get(weight_name)
         if prod(entry.shape) > 1 and not name.startswith("accu_grads."):
@@ -212,7 +214,8 @@ class _Joined:
     def _tensor(self, name: str, described: Described, places: array[int]) -> Tensor:
         """Return a tensor; raise `SourceError` with a predicate if it cannot be read."""
         block = self.metadata.grid(described)[0][0]
-        parts = bytes(_part(entries.get(name), block.shape, described.shape) for entries, _ in self.by_header)
+        entries = self.in_files.get(name, {})
+        parts = tuple((at, _part(entry.shape, block.shape, described.shape)) for at, entry in entries.items())
         key = (described.mesh, described.shape, parts, places.tobytes())
         if key not in self._found:
             self._found[key] = self._sharding(described, parts, places)
@@ -231,15 +234,13 @@ class _Joined:
         return Tensor(spec, sharding, runs, listed=described.mesh is not None, text=stored[0].text)
 
     def _sharding(
-        self, described: Described, in_headers: bytes, places: array[int]
+        self, described: Described, in_headers: tuple[tuple[int, int], ...], places: array[int]
     ) -> tuple[Sharding, tuple[int, ...]] | SourceError:
         """Return the files of each block, for all tensors of one layout that the same files hold in the same way.
 
         Files that the metadata name for the tensor come first; the others count if those lack a block.
         """
-        parts = {
-            file: part for part, (_, files) in zip(in_headers, self.by_header, strict=True) if part for file in files
-        }
+        parts = {file: part for header, part in in_headers for file in self.by_header[header]}
         others, are_wrong = self.metadata.outside(described, places)
         numbers = {} if are_wrong else dict(others)
         named = {self.number[file] for file in places[1::NUMBERS] if file in self.number}
@@ -305,10 +306,8 @@ class _Joined:
         return Arranged((described.mesh,), described.shape, others)
 
 
-def _part(entry: Entry | None, block: Shape, whole: Shape) -> int:
-    """Return which part of a tensor an entry is; scalars are stored as (1,)."""
-    if entry is None:
-        return _NONE
-    if entry.shape == block or (not block and entry.shape == (1,)):
+def _part(shape: Shape, block: Shape, whole: Shape) -> int:
+    """Return which part of a tensor is stored; scalars are stored as (1,)."""
+    if shape == block or (not block and shape == (1,)):
         return _BLOCK
-    return _WHOLE if entry.shape == whole else _OTHER
+    return _WHOLE if shape == whole else _OTHER

@@ -49,8 +49,7 @@ def by_metadata(directory: Directory) -> Findings | None:
     To open it takes several times as long, since each block has a header.
     """
     files = directory.files
-    is_plain = (COMMON in files) == (BACKEND in files) and not any(name.endswith(".metadata.tmp") for name in files)
-    if not is_plain or DCP_INDEX not in files:
+    if DCP_INDEX not in files or doubt_of(directory) or any(name.endswith(".metadata.tmp") for name in files):
         return None
     try:
         ends = _ends_by_metadata(directory)
@@ -58,7 +57,7 @@ def by_metadata(directory: Directory) -> Findings | None:
         return None  # to open it says why
     if not ends or ends.keys() != set(filter(DCP_FILES[_STORAGE].fullmatch, files)):
         return None
-    if any(end > files[name].nbytes for name, end in ends.items()) or _newer(directory):
+    if any(end > files[name].nbytes for name, end in ends.items()):
         return None
     return Findings("complete", "", len(set(map(rank_of, ends))))
 
