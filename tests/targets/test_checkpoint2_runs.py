@@ -54,17 +54,16 @@ def test_the_memory_that_the_metadata_of_many_ranks_take_is_predicted(
     assert found["peak"] <= found["predicted"] <= 4 * found["peak"]
 
 
-def test_names_come_in_order(tmp_path: Path, faults: Faults) -> None:
+@pytest.mark.parametrize("partition", [None, "file"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_names_come_in_order(tmp_path: Path, faults: Faults, partition: str | None, is_cut: bool) -> None:
     """First the files, then what stands beside them, last of all the tracker, which names a complete iteration."""
-    for target in (None, STRATEGIES["tensor parallel"]):
-        for partition in (None, "file"):
-            faults.clear()
-            root = tmp_path / f"{target is None} {partition}"
-            reshard.plan(whole_file(tmp_path), target, to="checkpoint2").run(root, partition=partition)
-            named = [Path(one.path).name for one in faults.of("publish") if str(root) in one.path]
-            beside = ["common.json", TRACKER] if target is None else ["metadata.json", "common.json", TRACKER]
-            assert named[-len(beside) :] == beside
-            assert len(named) == len(set(named)) == len(beside) + (2 if target is None else 8)
+    plan = reshard.plan(whole_file(tmp_path), STRATEGIES["tensor parallel"] if is_cut else None, to="checkpoint2")
+    plan.run(tmp_path / "run", partition=partition)
+    named = [Path(one.path).name for one in faults.of("publish")]
+    beside = [*["metadata.json"] * is_cut, "common.json", TRACKER]
+    assert named[-len(beside) :] == beside
+    assert len(named) == len(set(named)) == len(beside) + (8 if is_cut else 2)
 
 
 def test_names_come_in_order_at_a_url(tmp_path: Path, faults: Faults) -> None:

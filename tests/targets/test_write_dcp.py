@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from checkpoints import numbers, write_file
 from commands import done
-from format_files import saved, st_file
 from refusals import failed, refused
-from written_dcp import assert_whole, read, unpickled
+from written_dcp import assert_whole, every_dtype, read, unpickled
 
 import reshard
 from reshard import Layout, Strategy
@@ -25,8 +24,6 @@ from reshard.kits.torch.saved_tensors import saved_tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from helpers import Array
 
     from reshard.kits.torch.saved_tensors import Saved
 
@@ -104,21 +101,8 @@ def test_whole_tensors_with_texts(tmp_path: Path) -> None:
 
 
 def test_every_dtype_of_torch(tmp_path: Path) -> None:
-    full: dict[str, Array] = {}
-    for name in (
-        "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16",
-        "float32", "float64", "complex64", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-    ):  # fmt: skip
-        dtype = BY_NAME[name].numpy()
-        full[name] = np.arange(6 * dtype.itemsize, dtype=np.uint8).view(dtype).reshape(2, 3)
-    header: dict[str, Any] = {}
-    for name, array in full.items():
-        begin = sum(full[before].nbytes for before in header)
-        kind = BY_NAME[name].safetensors
-        header[name] = {"dtype": kind, "shape": [2, 3], "data_offsets": [begin, begin + array.nbytes]}
-    file = saved(tmp_path, st_file(header, b"".join(array.tobytes() for array in full.values())), "a.safetensors")
-    reshard.plan(reshard.open(file), to="dcp").run(tmp_path / "out")
+    checkpoint, full = every_dtype(tmp_path)
+    reshard.plan(checkpoint, to="dcp").run(tmp_path / "out")
     assert_whole(tmp_path / "out", full)
 
 
