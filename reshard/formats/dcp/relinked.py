@@ -22,7 +22,7 @@ from reshard.core.target import Target, TargetFile
 from reshard.dtypes import BY_NAME
 from reshard.errors import Option, SourceError, Text, UsageError, bytes_text
 from reshard.formats.dcp.metadata import WHOLE_SHAPE, DCPMetadata
-from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, FILES, parts_below, rank_of
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, rank_of
 from reshard.formats.dcp.sidecars import target_files
 from reshard.formats.dcp.writer import DCPTarget, ListedTensor, metadata
 from reshard.kits.torch.carried import followed, nested, old_names, read_carried
@@ -131,10 +131,10 @@ def _metadata_of(source: Checkpoint) -> tuple[Place, DCPMetadata]:
         problem = f"has {source.file_format} files, which hold names" if source.extras.described_by else "is not a DCP"
         facts = ["links need a DCP as PyTorch writes it by default"]
         raise UsageError(f"{directory} {problem}", code="not-a-dcp", facts=facts, hint=_COPY)
-    entries = directory.names()
-    if not FILES.shown_by(Listing(directory, entries)):
-        entries = parts_below(directory, entries)
-    return directory, DCPMetadata(directory, entries)
+    found = source.format.find(Listing(directory)) if source.format else None
+    if found is None:
+        raise _changed(directory)
+    return directory, DCPMetadata(directory, found.files)
 
 
 class _Links:
