@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from remotes import Requests
 
 
-
 CASES = [
     "files", "fsdp2_bf16", "fsdp2_tp2d", "fsdp2_uneven", "hsdp", "kinds", "mcore_flat", "mcore_layers_apart",
     "mcore_moe_ep2", "mcore_tp2_pp2", "moe", "pp_tp", "rank_local", "tp",
