@@ -265,23 +265,12 @@ class _Joined:
             parts: which part each file has.
             numbers: the numbers of the blocks of ranks that are not in the layout; if no other rank has the block.
         """
-        blocks, of_rank = self.metadata.grid(described)
-        replicas: list[list[int]] = [[] for _ in blocks]
-        whole = [file for file, part in parts.items() if part == _WHOLE]
-        outside = []
-        for file in (file for file, part in parts.items() if part == _BLOCK):
-            block = 0 if described.mesh is None else of_rank.get(self.ranks[file])
-            if block is None:
-                outside.append(file)
-            else:
-                replicas[block].append(file)
-        for file in outside:
-            number = numbers.get(self.ranks[file], len(blocks))
-            if number < len(blocks) and not replicas[number]:
-                replicas[number].append(file)
+        blocks, _ = self.metadata.grid(described)
         if others := [self.files[file].path for file, part in parts.items() if part == _OTHER]:
             fault = f"is of another shape in {names(others, most=3)}; expected {shape_text(blocks[0].shape)}"
             raise SourceError(fault, code="wrong-shape")
+        replicas = self._cut_files(described, [file for file, part in parts.items() if part == _BLOCK], numbers)
+        whole = [file for file, part in parts.items() if part == _WHOLE]
         if whole and any(replicas):
             raise SourceError("is whole in some files and cut in others", code="wrong-shape")
         if whole:  # saved with integrated_save, which ignores the layout
@@ -292,6 +281,23 @@ class _Joined:
         at, firsts = where(self.files, sorted({file for files in replicas for file in files}))
         copies = tuple(tuple(at[file] for file in sorted(files)) for files in replicas)
         return Sharding(blocks, copies), firsts
+
+    def _cut_files(self, described: Described, files: Sequence[int], numbers: Mapping[int, int]) -> list[list[int]]:
+        """Return which of the files have each block, by the layout, or by its number."""
+        blocks, of_rank = self.metadata.grid(described)
+        replicas: list[list[int]] = [[] for _ in blocks]
+        outside = []
+        for file in files:
+            block = 0 if described.mesh is None else of_rank.get(self.ranks[file])
+            if block is None:
+                outside.append(file)
+            else:
+                replicas[block].append(file)
+        for file in outside:
+            number = numbers.get(self.ranks[file], len(blocks))
+            if number < len(blocks) and not replicas[number]:
+                replicas[number].append(file)
+        return replicas
 
     def _arranged(self, described: Described, places: array[int]) -> Arranged:
         """Return the layout and the ranks of a tensor, without ranks if the layout does not tell their blocks."""
