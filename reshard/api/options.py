@@ -134,8 +134,8 @@ class VerifyOptions(SelectionKeywords, total=False):
         partial: files of the manifest, or of some ranks of the checkpoint, may be missing.
         deduplicated: the target stores each replica once (`remove_redundancy`), on any of the ranks that the strategy
             gives it to. safetensors files say so themselves; `.ckpt` files cannot.
-        independent: read the target's safetensors files with Hugging Face's library `safetensors` in place of this
-            program's own reader.
+        independent: compare the target's safetensors files with what Hugging Face's library `safetensors` reads in
+            them, too.
         memory: the most resident memory to use, in bytes or as `"1GB"`.
         threads: the number of threads; by default one for each available processor, at most 4.
         client: as for `Plan.run`: a cluster, whose workers read by the same paths, or threads.

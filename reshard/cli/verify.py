@@ -68,7 +68,7 @@ _checking_options = record(
     ),
     _target(
         "--independent", is_flag=True,
-        help="Read the safetensors files of TARGET with Hugging Face's library, in place of reshard's own reader.",
+        help="Compare the safetensors files of TARGET with what Hugging Face's library reads in them, too.",
     ),
     _running(
         "--sample", in_short_help=True, callback=share, metavar="SHARE",

@@ -79,13 +79,13 @@ def read_index(
         choose = Text("choose one with ", Option("suffix", "index.json"), " or the end of another name, or ", move)
         raise SourceError(
             f"{directory} has the indexes of several sets, {names([path.name for path in indexes])}",
-            code="several-checkpoints",
-            hint=choose if SET_INDEX.fullmatch(indexes[0].name) else move,
-        )
+            code="several-checkpoints", hint=choose if SET_INDEX.fullmatch(indexes[0].name) else move,
+        )  # fmt: skip
     path = indexes[0]
     weight_map, hyper_parameters = _read_map(path)
     faults = Faults(str(path))
     files: list[Place] = []
+    numbers: dict[tuple[str, str], set[int]] = {}
     for name in dict.fromkeys((*weight_map.values(), *hyper_parameters)):
         file = directory / name
         if file.name != name or name in {"", ".", ".."}:
@@ -94,10 +94,12 @@ def read_index(
         elif not _is_file(file):
             faults.add(f"file {name!r:.300}", f"is missing; {path.name} names it", code="not-found", hint=COPY_AGAIN)
         files.append(file)
-    for family, numbers in _numbered(weight_map.values()).items():
-        if len(numbers) < int(family[1]):
-            fault = f"is named {len(numbers)} times; expected {int(family[1])} shards"
-            faults.add(f"{family[0]}…-of-{family[1]}", fault, code="missing-shards", hint=COPY_AGAIN)
+        if match := _OF.match(name):
+            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (family, count), present in numbers.items():
+        if len(present) < int(count):
+            fault = f"is named {len(present)} times; expected {int(count)} shards"
+            faults.add(f"{family}…-of-{count}", fault, code="missing-shards", hint=COPY_AGAIN)
     faults.raise_if_any(SourceError)
     if path.name == MINDSPORE_INDEX:
         siblings = [directory / name for name in HYPER_FILES]
@@ -129,19 +131,6 @@ def check_members(root: Place, weight_map: Mapping[str, str], members: Mapping[s
         if len(files) > 1:  # one file may belong to an older set
             faults.add(f"tensor {name!r}", f"is in several files: {names(files)}", code="duplicate-name")
     faults.raise_if_any(SourceError)
-
-
-def _numbered(file_names: Iterable[str]) -> dict[tuple[str, str], set[int]]:
-    """Return the numbers of shards with names like `NAME-NUMBER-of-COUNT`, by name and count.
-
-    >>> _numbered(["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "part0.safetensors"])
-    {('model-', '00003'): {1, 3}}
-    """
-    numbers: dict[tuple[str, str], set[int]] = {}
-    for name in file_names:
-        if match := _OF.match(name):
-            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    return numbers
 
 
 def files_beside(directory: Place, name: str, siblings: Siblings) -> tuple[str, set[str]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from reshard.core.layout.block import LONGEST_NAME, is_possible, shape_text
 from reshard.core.model.entries import Entry, FileIndex, FileLayout
-from reshard.core.storage.base import truncated, truncated_text
+from reshard.core.storage.base import truncated
 from reshard.core.storage.small import is_text, parse_json
 from reshard.dtypes import BY_SAFETENSORS, INT4, SAFETENSORS_ORDER, STR
 from reshard.errors import Faults, SourceError, UsageError
@@ -53,43 +53,18 @@ def index(reader: RangeReader) -> FileIndex:
     Raises:
         SourceError: the header is not JSON, or does not cover the rest of the file exactly, without gap or overlap.
     """
-    length = int.from_bytes(reader.read(0, 8), "little")
-    if length > _LONGEST_HEADER:
-        raise SourceError(
-            f"{reader.path} is corrupt",
-            code="corrupt",
-            facts=[f"its header would have {length} bytes; at most {_LONGEST_HEADER} are allowed"],
-        )
-    if length > reader.size - 8:
-        raise truncated(reader.path, reader.size, 8 + length, facts=["it ends within its header"])
-    faults = Faults(reader.path)
-    repeated: list[str] = []
-    try:
-        header = parse_json(reader.read(8, length), repeated)
-    except ValueError as error:
-        raise SourceError(
-            f"{reader.path} has a header that is not JSON in UTF-8", code="not-json", facts=[str(error)]
-        ) from None
-    for name in repeated:
-        faults.add(f"{name!a:.60}", "is twice in one object of the header", code="duplicate-name")
-    faults.raise_if_any(SourceError)
-    if not isinstance(header, dict):
-        raise SourceError(
-            f"{reader.path} has a header that is a JSON {type(header).__name__}; expected an object", code="bad-header"
-        )
+    header, data_start = _header(reader)
     metadata = header.pop("__metadata__", {})
     if not _are_texts(metadata):
-        raise SourceError(
-            f"{reader.path} has a __metadata__ that is not an object of strings in UTF-8", code="bad-metadata"
-        )
-    entries, unreadable = _entries(header, metadata, 8 + length, reader.size, faults)
+        fault = f"{reader.path} has a __metadata__ that is not an object of strings in UTF-8"
+        raise SourceError(fault, code="bad-metadata")
+    faults = Faults(reader.path)
+    entries, unreadable = _entries(header, metadata, data_start, reader.size, faults)
     faults.raise_if_any(SourceError)
     for name, text in _texts(metadata, reader.path).items():
         if name in entries:
-            raise SourceError(
-                f"{reader.path} has {name!r} as a tensor and as a text entry of its __metadata__",
-                code="duplicate-name",
-            )
+            fault = f"{reader.path} has {name!r} as a tensor and as a text entry of its __metadata__"
+            raise SourceError(fault, code="duplicate-name")
         entries[name] = Entry(STR, (0,), (), text)
     crc = metadata.get("crc_num", "")
     return FileIndex(
@@ -100,6 +75,30 @@ def index(reader: RangeReader) -> FileIndex:
         deduplicated=metadata.get("remove_redundancy") == "True",
         unreadable=tuple(unreadable.items()),
     )
+
+
+def _header(reader: RangeReader) -> tuple[dict[str, Any], int]:
+    """Return the JSON header of a file, and where its data begin."""
+    length = int.from_bytes(reader.read(0, 8), "little")
+    if length > _LONGEST_HEADER:
+        fact = f"its header would have {length} bytes; at most {_LONGEST_HEADER} are allowed"
+        raise SourceError(f"{reader.path} is corrupt", code="corrupt", facts=[fact])
+    if length > reader.size - 8:
+        raise truncated(reader.path, reader.size, 8 + length, facts=["it ends within its header"])
+    repeated: list[str] = []
+    try:
+        header = parse_json(reader.read(8, length), repeated)
+    except ValueError as error:
+        fault = f"{reader.path} has a header that is not JSON in UTF-8"
+        raise SourceError(fault, code="not-json", facts=[str(error)]) from None
+    faults = Faults(reader.path)
+    for name in repeated:
+        faults.add(f"{name!a:.60}", "is twice in one object of the header", code="duplicate-name")
+    faults.raise_if_any(SourceError)
+    if not isinstance(header, dict):
+        fault = f"{reader.path} has a header that is a JSON {type(header).__name__}; expected an object"
+        raise SourceError(fault, code="bad-header")
+    return header, 8 + length
 
 
 def _are_texts(texts: object) -> TypeGuard[dict[str, str]]:
@@ -135,36 +134,25 @@ def _entries(
     for begin, end, name in sorted(places):
         if begin != position or end < begin:
             kind = "a gap" if begin > position else "an overlap" if begin < position else f"it ends at byte {end}"
-            faults.add(
-                f"tensor {name!r}",
-                f"begins at byte {begin} of the data; expected {position} ({kind})",
-                code="bad-offsets",
-            )
-            break
+            fault = f"begins at byte {begin} of the data; expected {position} ({kind})"
+            faults.add(f"tensor {name!r}", fault, code="bad-offsets")
+            return {}, {}
         position = end
-    else:
-        described = data_start + position
-        if size < described:
-            if not faults.count:
-                raise truncated(faults.subject, size, described)
-            faults.add("end", truncated_text(size, described), code="truncated")
-        elif size > described:
-            faults.add("end", f"the file has {size} bytes; its header describes {described}", code="trailing-bytes")
+    described = data_start + position
+    if size < described:
+        raise truncated(faults.subject, size, described)
+    if size > described:
+        faults.add("end", f"the file has {size} bytes; its header describes {described}", code="trailing-bytes")
     return entries, unreadable
 
 
 def _place(name: str, item: object) -> tuple[int, int]:
-    """Return begin and end of a tensor in the header.
-
-    Raises:
-        SourceError: the tensor is invalid; the caller adds the names of file and tensor.
-    """
+    """Return begin and end of a tensor in the header; raise `SourceError` without its name if it is not valid."""
     if not is_text(name):
         raise SourceError("has half of a surrogate pair in its name, which is not UTF-8", code="bad-name")
     if len(name.encode()) > LONGEST_NAME:
-        raise SourceError(
-            f"has a name of {len(name)} characters; at most {LONGEST_NAME} bytes are read", code="name-too-long"
-        )
+        fault = f"has a name of {len(name)} characters; at most {LONGEST_NAME} bytes are read"
+        raise SourceError(fault, code="name-too-long")
     match item:
         case {"dtype": str(), "shape": [*extents], "data_offsets": [begin, end]} if all(
             type(number) is int and 0 <= number < 1 << 63 for number in (*extents, begin, end)
@@ -174,11 +162,7 @@ def _place(name: str, item: object) -> tuple[int, int]:
 
 
 def _kind(item: Mapping[str, Any], nbytes: int, *, is_int4: bool) -> tuple[DType, Shape]:
-    """Return dtype and shape of a tensor in the header.
-
-    Raises:
-        SourceError: the tensor cannot be read; the message is a predicate.
-    """
+    """Return dtype and shape of a tensor in the header; raise `SourceError` with a predicate if it cannot be read."""
     dtype, extents = BY_SAFETENSORS.get(item["dtype"]), tuple(item["shape"])
     if dtype is None:
         raise SourceError(f"has unknown dtype {item['dtype']!r:.60}", code="unknown-dtype")
@@ -202,9 +186,8 @@ def _texts(metadata: Mapping[str, str], path: str) -> dict[str, str]:
     except ValueError:
         texts = None
     if not _are_texts(texts):
-        raise SourceError(
-            f"{path} has a __metadata__[{TEXTS!r}] that is not a JSON object of strings", code="bad-metadata"
-        )
+        fault = f"{path} has a __metadata__[{TEXTS!r}] that is not a JSON object of strings"
+        raise SourceError(fault, code="bad-metadata")
     return texts
 
 
@@ -222,51 +205,47 @@ def lay_out(contents: Sequence[Content], metadata: Mapping[str, str]) -> FileLay
     texts = {content.name: content.text for content in contents if content.text is not None}
     if texts:
         notes[TEXTS] = json.dumps(texts, ensure_ascii=False)
-    tensors = [content for content in contents if content.text is None]
-    for content in tensors:
-        if content.dtype is INT4:
-            notes[content.name] = "Int4"
-        if content.name == "__metadata__":
-            raise UsageError(
-                f"safetensors cannot hold a tensor {content.name!r}: it keeps its notes under this name",
-                code="bad-name",
-                hint="rename the tensor",
-            )
-        if content.dtype.safetensors is None:
-            raise UsageError(
-                f"safetensors cannot hold tensor {content.name!r}, which is {content.dtype}", code="unsupported-dtype"
-            )
-    tensors.sort(key=lambda content: (-_order(content), content.name))
+    tensors = sorted(
+        (content for content in contents if content.text is None),
+        key=lambda content: (-SAFETENSORS_ORDER[_stored_dtype(content)], content.name),
+    )
+    notes |= {content.name: "Int4" for content in tensors if content.dtype is INT4}
     header: dict[str, Any] = {"__metadata__": notes} if notes else {}
     position = 0
     for content in tensors:
-        nbytes = prod(content.shape) * content.dtype.itemsize
         values = content.dtype.as_values(content.shape)
         if values is None:
             raise UsageError(
                 f"tensor {content.name!r} is {content.dtype} and would be cut within a value", code="not-divisible",
                 hint="cut it along another dimension",
             )  # fmt: skip
+        end = position + prod(content.shape) * content.dtype.itemsize
         header[content.name] = {
-            "dtype": content.dtype.safetensors,
-            "shape": list(values),
-            "data_offsets": [position, position + nbytes],
-        }
-        position += nbytes
+            "dtype": content.dtype.safetensors, "shape": list(values), "data_offsets": [position, end],
+        }  # fmt: skip
+        position = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     laid_out = []
     for content in tensors:
-        begin, stop = header[content.name]["data_offsets"]
-        laid_out.append(content._replace(runs=((start + begin, stop - begin),)))
+        begin, end = header[content.name]["data_offsets"]
+        laid_out.append(content._replace(runs=((start + begin, end - begin),)))
     laid_out += [content for content in contents if content.text is not None]
     return FileLayout(start + position, ((0, len(text).to_bytes(8, "little") + text),), tuple(laid_out))
 
 
-def _order(content: Content) -> int:
-    # int4 is I8 to the library.
-    return SAFETENSORS_ORDER[BY_SAFETENSORS[content.dtype.safetensors]] if content.dtype.safetensors else 0
+def _stored_dtype(content: Content) -> DType:
+    """Return the dtype in the header, where int4 is I8; raise `UsageError` if the format cannot hold a tensor."""
+    if content.name == "__metadata__":
+        raise UsageError(
+            f"safetensors cannot hold a tensor {content.name!r}: it keeps its notes under this name", code="bad-name",
+            hint="rename the tensor",
+        )  # fmt: skip
+    if content.dtype.safetensors is None:
+        fault = f"safetensors cannot hold tensor {content.name!r}, which is {content.dtype}"
+        raise UsageError(fault, code="unsupported-dtype")
+    return BY_SAFETENSORS[content.dtype.safetensors]
 
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -274,19 +253,10 @@ SHARDING_INFO = "DCP_SHARDING_INFO"
 
 
 def refuse_blocks(path: str, notes: Mapping[str, str]) -> None:
-    """Raise an error if a file's header says that it contains blocks of tensors.
-
-    Args:
-        path: the file.
-        notes: the notes in its header.
-
-    Raises:
-        SourceError: it contains blocks.
-    """
+    """Raise `SourceError` if the notes in a file's header say that it contains blocks of tensors."""
     if SHARDING_INFO in notes:
         raise SourceError(
-            f"{path} has blocks that PyTorch saved, as its header says ({SHARDING_INFO})",
-            code="one-of-several",
+            f"{path} has blocks that PyTorch saved, as its header says ({SHARDING_INFO})", code="one-of-several",
             hint="give all such files PyTorch's names, shard-00001-model-00001-of-00001.safetensors and so on, and "
             "open their directory",
-        )
+        )  # fmt: skip

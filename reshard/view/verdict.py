@@ -50,7 +50,7 @@ def verdict_text(
             lines.append(f"  {side}: {spelled(step.text(side), words)}")
     if verification.independent:
         files = count_text(verification.independent, "file")
-        lines.append(f"  {files} read with Hugging Face's safetensors library, not with reshard's reader")
+        lines.append(f"  {files} read with Hugging Face's safetensors library, too")
     if verification.sample is not None and verification.total_bytes:
         lines.append(f"  a random sample, {_percent(verification):.3g} % of the bytes")
     absent = {

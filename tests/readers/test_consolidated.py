@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from checkpoints import assert_equal
 from commands import done
-from fsspec.core import url_to_fs
 from refusals import failed, refused
+from remotes import put
 from saves_files import Made, Storage, dtensor, mesh, shard, tensor
 from tensor_parallel import PARAMS, llama, part_of, write_llama
 
@@ -39,32 +39,11 @@ def test_parts_give_the_whole_tensors(tmp_path: Path, axis: int, params: Any, pa
     assert not source.unreadable
 
 
-def test_it_is_converted_to_every_format(tmp_path: Path) -> None:
-    write_llama(tmp_path / "llama", FULL, 2)
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("mesh: {mp: 2}\nrules: {'*.w2.weight': [mp, null]}\n")
-    for to, options in {
-        "hf": (), "dcp": (), "checkpoint2": ("--target-step", "3"), "zarr": (),
-        "ckpt": ("--target-strategy", rules), "safetensors": ("--target-strategy", rules),
-    }.items():  # fmt: skip
-        done("convert", tmp_path / "llama", tmp_path / to, "--to", to, *options)
-        assert_equal(reshard.open(tmp_path / to), FULL)
-        assert "verified" in done("verify", tmp_path / to).stdout
-    plan = reshard.plan(reshard.open(tmp_path / "llama"))
-    plan.save(tmp_path / "plan.json")
-    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "planned")
-    assert_equal(reshard.open(tmp_path / "planned"), FULL)
-    assert reshard.verify(tmp_path / "llama").tensors == len(FULL)
-
-
-def test_at_a_url_and_one_file_alone(tmp_path: Path) -> None:
+def test_one_file_alone(tmp_path: Path) -> None:
     write_llama(tmp_path, FULL)
-    fs, place = url_to_fs("memory://llama")
-    for path in tmp_path.iterdir():
-        fs.pipe(f"{place}/{path.name}", path.read_bytes())
-    assert_equal(reshard.open("memory://llama"), FULL)
+    url = put(tmp_path, "memory://llama")
     for part in range(2):
-        for root in (tmp_path, "memory://llama"):
+        for root in (tmp_path, url):
             with refused(SourceError, "one-of-several", f"consolidated.0{part}.pth"):
                 reshard.open(f"{root}/consolidated.0{part}.pth")
 
@@ -150,15 +129,8 @@ def test_a_name_that_the_table_does_not_know(tmp_path: Path) -> None:
     assert_equal(source, FULL)
     assert "layout={'NAME': 'RULE'}" in source.unreadable["x.lora_a"]
     assert "--layout 'NAME=RULE'" in done("inspect", tmp_path / "src").stdout
-    failed(
-        4,
-        "unreadable-tensor",
-        "convert",
-        "--to=mindspore",
-        tmp_path / "src",
-        tmp_path / "dst",
-        places=("--layout 'NAME=RULE'",),
-    )
+    words = ("convert", "--to=mindspore", tmp_path / "src", tmp_path / "dst")
+    failed(4, "unreadable-tensor", *words, places=("--layout 'NAME=RULE'",))
     done("convert", "--to=mindspore", tmp_path / "src", tmp_path / "dropped", "--drop", "x.lora_a")
     assert reshard.verify(tmp_path / "dropped").equal
     ruled = reshard.open(tmp_path / "src", layout={"x.*": "split:0"})

@@ -15,7 +15,7 @@ import reshard
 from reshard import Selection
 from reshard.dtypes import BY_NAME
 from reshard.formats.dcp.metadata import Item
-from reshard.formats.dcp.written_metadata import ListedTensor, metadata
+from reshard.formats.dcp.writer import ListedTensor, metadata
 from reshard.kits.torch.saved_tensors import torch_dtype
 
 if TYPE_CHECKING:

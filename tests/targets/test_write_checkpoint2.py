@@ -37,34 +37,11 @@ from written_checkpoint2 import (
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.core.layout.mesh import Mesh
 from reshard.errors import LayoutError, SourceError, UsageError
 from reshard.formats.checkpoint2.options import Checkpoint2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_real_ones_become_whole_tensors(mindspore_data: Path, tmp_path: Path, name: str) -> None:
-    """In several files that mindformers takes on every mesh: with no metadata, and no names of Hugging Face's."""
-    source, full = opened(mindspore_data, name)
-    reshard.plan(source, to="checkpoint2", max_shard_size=3000).run(tmp_path / "run", fsync=False)
-    assert_equal(reshard.open(tmp_path / "run"), full)
-    place = tmp_path / "run" / "iteration_00000004"
-    files = {path.name for path in place.iterdir()}
-    assert "metadata.json" not in files
-    assert not {file for file in files if file.startswith("model.safetensors") or file.endswith(".index.json")}
-    prefix = {"g": "moe" if "moe" in name else "tiny", "p": "checkpoint"}[name[0]]
-    for kind in ("model", "opt"):
-        some = sorted(file for file in files if f"-{kind}-" in file)
-        assert some == [f"{prefix}-{kind}-{n:07d}-{len(some):07d}.safetensors" for n in range(len(some))]
-    assert len(files) > 2 or "weights" in name or "submesh" in name
-    assert (place / "common.json").read_bytes() == (Path(source.root) / "common.json").read_bytes()
-    assert (tmp_path / "run" / TRACKER).read_bytes() == b"4"
-    verification = reshard.verify(tmp_path / "run")
-    assert verification.equal
-    assert verification.against == source.root
 
 
 @pytest.mark.parametrize("once", [False, True], ids=["every replica", "each block once"])
@@ -174,10 +151,6 @@ def test_optimizer_sharding_is_folded_into_the_map(matrix: list[int], used: list
         return
     assert folded.opt_weight_shard_size == 0
     assert folded.grid(shape) == layout.grid(shape)
-
-
-def test_axes_of_a_mesh_have_the_names_that_mindspore_gives() -> None:
-    assert Mesh.of(Layout.of([1] * 27, []), 0).axes[24:] == ("y", "z", "axis26")
 
 
 @pytest.mark.parametrize(

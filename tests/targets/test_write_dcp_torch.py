@@ -15,11 +15,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import numbers, write_file
-from format_files import saved, st_file
+from written_dcp import every_dtype
 
 import reshard
 from reshard import Strategy
-from reshard.dtypes import BY_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -168,26 +167,6 @@ def expected(path: Path, full: dict[str, Array]) -> Path:
     }
     np.savez(path, **kept)  # type: ignore[arg-type]
     return path
-
-
-def every_dtype(tmp_path: Path) -> tuple[reshard.Checkpoint, dict[str, Array]]:
-    """A file with a tensor of each dtype that safetensors and PyTorch have, a 0-dim one and an empty one."""
-    full: dict[str, Array] = {}
-    for dtype in BY_NAME.values():
-        if dtype.safetensors and dtype.name not in {"int4", "bool"}:
-            full[dtype.name] = np.arange(6 * dtype.itemsize, dtype=np.uint8).view(dtype.numpy()).reshape(2, 3)
-    full |= {
-        "bool": np.array([True, False]),
-        "scalar": np.array(2.5, np.float32),
-        "empty": np.zeros((0, 4), np.float16),
-    }
-    header: dict[str, Any] = {}
-    for name, array in full.items():
-        begin = sum(full[before].nbytes for before in header)
-        kind = BY_NAME[array.dtype.name].safetensors
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [begin, begin + array.nbytes]}
-    file = saved(tmp_path, st_file(header, b"".join(array.tobytes() for array in full.values())), "a.safetensors")
-    return reshard.open(file), full
 
 
 @pytest.mark.parametrize("sharded", [False, True])

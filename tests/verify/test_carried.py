@@ -1,4 +1,4 @@
-"""Verifying a checkpoint alone: by the checksums that its files carry, zstd streams too, and by replicas."""
+"""Verifying a checkpoint alone: by the checksums that its files carry, and by replicas."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from checkpoints import numbers, write_file, write_ranks
 from commands import call, done
-from dcp_files import ZSTD, item, record_places, saved, stream, without_sums, write_torch, zip_records
+from dcp_files import item, record_places, without_sums, write_torch, zip_records
 from measure import RESHARD, measured
-from numcodecs import zstd
 from refusals import failed, refused
 from remotes import put
 from samples import sampled, slow
@@ -22,10 +21,7 @@ from saves_files import tensor, write_save
 import reshard
 import reshard.mindspore as ms
 from reshard import Layout, Strategy
-from reshard.core.storage.places import any_store
 from reshard.errors import UsageError
-from reshard.formats.dcp import zstd as module
-from reshard.formats.dcp.zstd import StreamArchives
 from reshard.kits.ckpt import Trailer
 from reshard.kits.torch.archive import Archives, ZipPart
 
@@ -35,8 +31,6 @@ if TYPE_CHECKING:
 
     from dcp_files import Box
     from remotes import Requests
-
-    from reshard.core.model.entries import Summed
 
 
 CASES = [
@@ -71,7 +65,7 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
-@pytest.mark.parametrize("name", [*CASES, "zstd"])
+@pytest.mark.parametrize("name", CASES)
 def test_every_byte_of_real_ones_is_under_a_checksum(mindspore_data: Path, name: str) -> None:
     root = mindspore_data / "dcp" / name / "checkpoint"
     found = reshard.verify(root)
@@ -305,93 +299,6 @@ def test_memory_is_that_of_bands(tmp_path: Path) -> None:
     found = measured(*RESHARD, "verify", str(root), "--threads", "2")
     assert found.code == 0
     assert found.peak < 80 << 20 < large.nbytes
-
-
-W = np.arange(24, dtype=np.float32).reshape(6, 4)
-BOX: Box = (0, 0), W.shape
-BEFORE = b"what lies before an item"
-
-
-def looked(path: Path, content: bytes) -> Summed:
-    """What is said of a stream, behind other bytes and before others in its file."""
-    path.write_bytes(BEFORE + content + b"and what lies behind")
-    part = ZipPart("w", len(BEFORE), len(content))
-    (found,) = StreamArchives(Archives(()), ((part, W.nbytes),)).read(str(path), any_store())
-    assert (found.name, found.run, found.pending) == ("w", part[1:], ())
-    return found
-
-
-def records(content: bytes) -> dict[str, bytes]:
-    return zip_records(zstd.decompress(content))
-
-
-@pytest.mark.parametrize("kind", ["real", slow("another"), "an object", slow("with a sum"), "with that sum alone"])
-def test_any_bit_that_is_another_is_seen_or_changes_nothing(mindspore_data: Path, tmp_path: Path, kind: str) -> None:
-    root = mindspore_data / "dcp" / "zstd" / "checkpoint"
-    content = {
-        "real": (root / "__0_0.distcp").read_bytes,
-        "another": lambda: (root / "__1_0.distcp").read_bytes()[453:],
-        "an object": lambda: (root / "__1_0.distcp").read_bytes()[:453],
-        "with a sum": lambda: stream(item(W), checksum=True),
-        "with that sum alone": lambda: stream(without_sums(item(W)), checksum=True),
-    }[kind]()
-    right = records(content)
-    found = looked(tmp_path / "x", content)
-    assert not found.faults
-    assert found.carries
-    random = Random(kind)  # noqa: S311 -- an example
-    seen = 0
-    for at in range(len(content)):
-        for bit in range(8) if at < 64 else random.sample(range(8), 2):
-            flipped = bytearray(content)
-            flipped[at] ^= 1 << bit
-            if looked(tmp_path / "x", bytes(flipped)).faults:
-                seen += 1
-            else:
-                assert records(bytes(flipped)) == right, (at, bit)
-    assert seen > 2 * len(content)
-
-
-def test_any_byte_too_few_or_too_many_is_seen(tmp_path: Path) -> None:
-    content = stream(item(W))
-    for nbytes in range(0, len(content), 7):
-        assert looked(tmp_path / "x", content[:nbytes]).faults, nbytes
-    for more in (b"\0", content, bytes(1 << 20)):
-        assert looked(tmp_path / "x", content + more).faults
-
-
-def test_a_stream_without_any_sum(tmp_path: Path) -> None:
-    assert not looked(tmp_path / "x", stream(without_sums(item(W)))).carries
-    root = write_torch(
-        tmp_path / "src", {"w": W}, {0: [("w", BOX, stream(without_sums(item(W))))]}, transform_descriptors=ZSTD
-    )
-    found = reshard.verify(root)
-    assert (found.equal, found.bytes_read) == (True, 0)
-    assert found.unchecked[1] == "contents of w, which were saved without checksums"
-
-
-def test_an_object_that_goes_on_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    objects = {"o": stream(saved(["word"] * 9)), "p": stream(saved(list(range(200_000))))}
-    items = {0: [("w", BOX, stream(item(W)))]}
-    root = write_torch(tmp_path / "src", {"w": W}, items, objects=objects, transform_descriptors=ZSTD, coded=ZSTD)
-    assert reshard.verify(root).unchecked == (".metadata, which carries no checksum of itself",)
-    monkeypatch.setattr(module, "_LARGEST", 1 << 17)
-    found = reshard.verify(root)
-    assert found.equal
-    assert found.unchecked[0] == "contents of p: objects in zstd streams that decode to more than 1 GB"
-    assert not any("carry no checksums of them" in text for text in found.unchecked)
-    assert found.bytes_read == len(objects["o"]) + len(items[0][0][2])
-
-
-def test_a_tensor_that_may_be_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large a shape the metadata declare, nothing is allocated for it."""
-    content = stream(item(W))
-    (tmp_path / "x").write_bytes(content)
-    streams = StreamArchives(Archives(()), ((ZipPart("w", 0, len(content)), 1 << 50),))
-    (found,) = streams.read(str(tmp_path / "x"), any_store())
-    assert (found.unread, found.faults) == (True, ())
-    monkeypatch.setattr(module, "_LARGEST", W.nbytes - 1)
-    assert looked(tmp_path / "y", content).unread
 
 
 LARGE = numbers({"w": (64, 1024), "v": (32, 8)}) | {"global_step": np.array([7], np.int32)}

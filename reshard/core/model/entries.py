@@ -171,7 +171,6 @@ class Summed(NamedTuple):
         pending: the checks still to do: for each, a label, the byte ranges to sum, and the checksum in the file.
         faults: the faults found so far, in words.
         carries: it has checksums; some programs leave them out.
-        unread: it was not read to its end: the end is not recorded, or it is too long to be decoded.
     """
 
     name: str
@@ -179,7 +178,6 @@ class Summed(NamedTuple):
     pending: tuple[tuple[str, Runs, int], ...] = ()
     faults: tuple[str, ...] = ()
     carries: bool = True
-    unread: bool = False
 
 
 class Sums(Protocol):

@@ -166,7 +166,6 @@ class Extras:
     Attributes:
         described_by: the metadata file, or the format, that lists the blocks; empty if a strategy defines them.
         arrangement: the layouts and ranks of tensors, as the metadata say; None if they say nothing.
-        defects: warnings about harmless errors in the metadata.
         objects: objects of the program that wrote it, by name. Only targets of the same format, and zarr stores,
             receive them.
         beside: sidecar files that the training needs, by name, for the same targets as objects.
@@ -184,7 +183,6 @@ class Extras:
 
     described_by: str = ""
     arrangement: Arrangement | None = None
-    defects: tuple[str, ...] = ()
     objects: Mapping[str, Object] = field(default_factory=dict)
     beside: Mapping[str, Object] = field(default_factory=dict)
     common: str = ""

@@ -58,11 +58,7 @@ def check_structure(target: Checkpoint, selection: Selection, *, deduplicated: b
     """
     _refuse_unused_drop(target, selection)
     faults = Faults(target.root)
-    defects = target.extras.defects
-    warnings = [warning for warning in target.warnings if warning not in defects]
-    if defects:  # they are about one file
-        subject, texts = defects[0].partition(": ")[0], [text.partition(": ")[2] for text in defects]
-        faults.add(subject, "; ".join(texts), code="wrong-description")
+    warnings = list(target.warnings)
     for number, file in enumerate(target.files):
         for name, reason in file.index.unreadable:
             if name in target.unreadable and not matches(name, selection.drop):

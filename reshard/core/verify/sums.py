@@ -136,16 +136,14 @@ class SumsChecked(NamedTuple):
     Attributes:
         differences: contents with a wrong checksum, and contradictions within a file.
         nbytes: number of bytes that checksums cover, including headers.
-        rest: number of bytes neither covered nor unread.
+        rest: number of bytes that are not covered.
         bare: names of contents that could have checksums, but have none.
-        unread: names of contents that may have checksums, but were not read to the end.
     """
 
     differences: tuple[Difference, ...]
     nbytes: int
     rest: int
     bare: tuple[str, ...]
-    unread: tuple[str, ...]
 
 
 def check_carried(
@@ -164,8 +162,6 @@ def check_carried(
     """
     differences: list[Difference] = []
     bare: dict[str, None] = {}
-    unread: dict[str, None] = {}
-    left_out: set[tuple[int, int, int]] = set()
     covered: set[tuple[int, int, int]] = set()
     to_sum: dict[tuple[int, Runs, int], list[tuple[str, str]]] = {}  # two names may share one item
 
@@ -184,10 +180,7 @@ def check_carried(
             for fault in part.faults:
                 add(number, part.name, fault)
             name = part.name or target.files[number].path.rpartition("/")[2]
-            if part.unread:
-                unread[name] = None
-                left_out.add((number, *part.run))
-            elif part.carries:
+            if part.carries:
                 covered.add((number, *part.run))
             else:
                 bare[name] = None
@@ -203,9 +196,9 @@ def check_carried(
         number, _, crc = key
         for name, subject in to_sum[key] if (fault := crc32_fault(value, crc)) else ():
             add(number, name, f"{subject} {fault}")
-    nbytes, unread_bytes = (sum(length for *_, length in runs_set) for runs_set in (covered, left_out))
-    rest = sum(file.nbytes for file in target.files) - nbytes - unread_bytes
-    return SumsChecked(tuple(differences), nbytes, rest, tuple(bare), tuple(unread))
+    nbytes = sum(length for *_, length in covered)
+    rest = sum(file.nbytes for file in target.files) - nbytes
+    return SumsChecked(tuple(differences), nbytes, rest, tuple(bare))
 
 
 def sum_entries(

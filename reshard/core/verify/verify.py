@@ -37,7 +37,7 @@ from reshard.core.verify.sums import check_carried, progress_callback, thread_co
 from reshard.core.verify.verification import Comparison, Counts, Verification
 from reshard.errors import GoneError, Option, SourceError, Text, UsageError, bytes_text, joined, names
 from reshard.kits.indexes import read_index
-from reshard.kits.safetensors_library import by_library, read_by_library, unread_by_library
+from reshard.kits.safetensors_library import check_by_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -327,7 +327,7 @@ def _says_what_it_has(target: Checkpoint) -> bool:
 
 def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | None) -> Iterator[str]:
     """Yield descriptions of parts of files that were not checked."""
-    if not carried.nbytes and not carried.unread:
+    if not carried.nbytes:
         sampled = (
             f", but for samples of {statistics.copies:,} of {statistics.of_copies:,} replicas" if statistics else ""
         )
@@ -338,8 +338,6 @@ def _unread(target: Checkpoint, carried: SumsChecked, statistics: SampleStats | 
         yield f"contents{sampled}{advice}"
     elif carried.rest > 0:
         yield f"{bytes_text(carried.rest)} of the files, which have no checksums"
-    if carried.unread:
-        yield f"contents of {names(carried.unread, most=3)}: objects in zstd streams that decode to more than 1 GB"
     if carried.bare:
         yield f"contents of {names(carried.bare, most=3)}, which were saved without checksums"
     if target.extras.beside:
@@ -359,8 +357,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
 
     target, source, selection, deduplicated, note = sides
     sample, seed = options.sample, SystemRandom().randrange(1 << 32)
-    if options.independent:
-        target = by_library(target)
+    checked, unread = check_by_library(target, options.threads) if options.independent else (0, [])
     budget = comparison_budget(
         (source, target), casts=bool(selection.cast), memory=options.memory, threads=options.threads
     )
@@ -426,7 +423,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
             [*([note] if note else []), *([] if selection.cast else _casts(differences, (target.root, source.root)))],
         ),
         sample,
-        independent=read_by_library(target) if options.independent else 0,
+        independent=checked,
     )
     return Verification(
         target.root,
@@ -440,7 +437,7 @@ def _against_source(sides: Sides, options: _Options) -> Verification:
         (
             *([] if compares_notes(source, target) else ["notes (__metadata__)"]),
             _ALWAYS_UNCHECKED,
-            *unread_by_library(target),
+            *unread,
         ),
         step=target.opening.step,
     )

@@ -6,21 +6,26 @@ They may be 100 MB and more of JSON, which is read member by member. Names, path
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
+from codecs import getincrementaldecoder
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.arrangement import Arranged, Arrangement
+from reshard.core.layout.block import Block
 from reshard.core.layout.layout import Layout
 from reshard.core.layout.mesh import Mesh
+from reshard.core.model.entries import RangeReader
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, LayoutError, SourceError, names
-from reshard.formats.checkpoint2.members import members
 from reshard.formats.checkpoint2.names import METADATA
 from reshard.strategy.strategy import MOST_RANKS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from reshard.core.layout.block import Shape
     from reshard.core.storage.places import Place
 
@@ -28,6 +33,10 @@ if TYPE_CHECKING:
 NUMBERS = 4
 """How many numbers locate a block: of the block, its file, its rank, and the group of ranks that hold it."""
 
+_PIECE = 1 << 20
+_LONGEST = 1 << 26  # characters of one member
+_BEHIND = {*" \t\n\r:,]}"}
+_SPACE = re.compile(r"[ \t\n\r]*")
 _KEY = re.compile(r"""\((?:'(?P<single>.*)'|"(?P<double>.*)"), \((?P<number>\d{1,18}),\)\)""", re.DOTALL)
 _MOST = 1 << 31  # ranks, and blocks of a tensor
 _LONGEST_AXIS = 64
@@ -40,13 +49,13 @@ class Described(NamedTuple):
     Attributes:
         dtype: the name of its dtype; empty if unknown.
         shape: the shape of the whole tensor.
-        mesh: the number of its mesh; None if every file has it whole.
+        mesh: its layout over ranks; None if every file has it whole.
         reason: why it cannot be read, or "".
     """
 
     dtype: str
     shape: Shape
-    mesh: int | None
+    mesh: Mesh | None
     reason: str
 
 
@@ -67,8 +76,10 @@ class Metadata:
         self.places: dict[str, array[int]] = {}
         self.files: dict[str, int] = {}
         self.ranks: list[int] = []
-        self.meshes: dict[Mesh, int] = {}
+        self._meshes: dict[Mesh, Mesh] = {}
         self._groups: dict[tuple[int, ...], int] = {}
+        self._grids: dict[tuple[Mesh | None, Shape], tuple[tuple[Block, ...], dict[int, int]]] = {}
+        self._outside: dict[tuple[Mesh | None, Shape, bytes], tuple[tuple[tuple[int, int], ...], bool]] = {}
         context = ""
         try:
             for section, name, value in members(str(path)):
@@ -89,14 +100,42 @@ class Metadata:
     @property
     def devices(self) -> int:
         """Return the number of ranks, of which the highest is named."""
-        ranks = set(self.ranks).union(*self.groups, *(mesh.ranks for mesh in self.meshes))
+        ranks = set(self.ranks).union(*self.groups, *(mesh.ranks for mesh in self._meshes))
         return max(ranks, default=0) + 1
 
-    def held(self, name: str) -> list[tuple[int, int]]:
-        """Return pairs of block number and rank that holds the block, stored or not."""
-        places = self.places.get(name, ())
-        groups = sorted(set(zip(places[::NUMBERS], places[3::NUMBERS], strict=True)))
-        return [(number, rank) for number, group in groups for rank in self.groups[group]]
+    def grid(self, tensor: Described) -> tuple[tuple[Block, ...], dict[int, int]]:
+        """Return the blocks of a tensor, and the number of each block by rank; no ranks if it is whole on all."""
+        key = tensor.mesh, tensor.shape
+        if key not in self._grids:
+            if tensor.mesh is None:
+                self._grids[key] = (Block.whole(tensor.shape),), {}
+            else:
+                grid = tensor.mesh.grid(tensor.shape)
+                self._grids[key] = grid.blocks, {rank: n for n, ranks in enumerate(grid.ranks) for rank in ranks}
+        return self._grids[key]
+
+    def outside(self, tensor: Described, places: array[int]) -> tuple[tuple[tuple[int, int], ...], bool]:
+        """Return the ranks that hold a block and are not in the layout of a tensor, and whether numbers are wrong.
+
+        Each rank comes with the number of its block. Numbers are wrong if they are not those of the layout.
+        """
+        key = tensor.mesh, tensor.shape, places.tobytes()
+        if key not in self._outside:
+            self._outside[key] = self._find_outside(tensor, places)
+        return self._outside[key]
+
+    def _find_outside(self, tensor: Described, places: array[int]) -> tuple[tuple[tuple[int, int], ...], bool]:
+        _, of_rank = self.grid(tensor)
+        outside: dict[int, int] = {}
+        are_wrong = False
+        for number, group in dict.fromkeys(zip(places[::NUMBERS], places[3::NUMBERS], strict=True)):
+            for rank in self.groups[group]:
+                if rank not in of_rank:
+                    outside[rank] = number
+                    are_wrong |= tensor.mesh is None and number != 0
+                else:
+                    are_wrong |= of_rank[rank] != number
+        return tuple(sorted(outside.items())), are_wrong
 
     def _listed(self, value: dict[str, Any]) -> Described:
         shape = _numbers(value["global_shape"])
@@ -123,7 +162,7 @@ class Metadata:
                     f"has {shape[dim]} elements in dimension {dim}, which {ways} blocks do not divide; the format "
                     f"keeps {shape[dim] // ways} in each, so that {shape[dim] % ways} are lost"
                 )
-        return Described(dtype, shape, self.meshes.setdefault(mesh, len(self.meshes)), reason)
+        return Described(dtype, shape, self._meshes.setdefault(mesh, mesh), reason)
 
     def _place(self, key: str, value: list[dict[str, Any]]) -> None:
         name, number = _read_key(key)
@@ -192,29 +231,115 @@ def layouts_at(directory: Place) -> Arrangement:
             hint="give a Checkpoint 2.0 whose tensors are cut",
         )
     metadata = Metadata(directory / METADATA)
-    meshes = list(metadata.meshes)
     faults = Faults(str(directory / METADATA))
     tensors = {}
     for name, tensor in metadata.listed.items():
         if tensor.reason:
             faults.add(f"tensor {name!r}", tensor.reason, code="unreadable-tensor")
-        mesh = None if tensor.mesh is None else meshes[tensor.mesh]
-        extra_ranks = _others(mesh, tensor.shape, metadata.held(name)) if mesh else ()
-        tensors[name] = Arranged((mesh,) if mesh else (), tensor.shape, extra_ranks)
+        others: tuple[tuple[int, int], ...] = ()
+        if tensor.mesh is not None and not tensor.reason:
+            blocks = len(metadata.grid(tensor)[0])
+            outside, are_wrong = metadata.outside(tensor, metadata.places.get(name, array("i")))
+            others = () if are_wrong else tuple((rank, number) for rank, number in outside if number < blocks)
+        tensors[name] = Arranged((tensor.mesh,) if tensor.mesh else (), tensor.shape, others)
     faults.raise_if_any(SourceError)
-    devices = metadata.devices
-    if devices > MOST_RANKS:
+    if metadata.devices > MOST_RANKS:
         raise SourceError(
-            f"{directory / METADATA} has rank {devices - 1}; expected {MOST_RANKS - 1} at most", code="out-of-range",
-            facts=["the file seems to be corrupt"],
+            f"{directory / METADATA} has rank {metadata.devices - 1}; expected {MOST_RANKS - 1} at most",
+            code="out-of-range", facts=["the file seems to be corrupt"],
         )  # fmt: skip
-    return Arrangement(tensors, range(devices), devices, lists_all=True)
+    return Arrangement(tensors, range(metadata.devices), metadata.devices, lists_all=True)
 
 
-def _others(mesh: Mesh, shape: Shape, numbers: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the ranks outside the mesh that hold a block, if numbers are plausible."""
-    of_rank = {rank: number for number, ranks in enumerate(mesh.grid(shape).ranks) for rank in ranks}
-    if any(of_rank.get(rank, number) != number for number, rank in numbers):
-        return ()
-    blocks = prod(mesh.layout.splits)
-    return tuple(sorted({(rank, number) for number, rank in numbers if rank not in of_rank and number < blocks}))
+def members(path: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the members of the objects in a JSON object: outer key, inner key, value.
+
+    A value of the outer object that is not an object comes with an empty inner key.
+
+    Raises:
+        ValueError: it is not a JSON object.
+        SourceError: the file cannot be read.
+
+    >>> from pathlib import Path
+    >>> from tempfile import mkdtemp
+    >>> path = Path(mkdtemp(), "a.json")
+    >>> _ = path.write_text('{"a": {"b": [1], "c": 2}, "d": null}')
+    >>> list(members(str(path)))
+    [('a', 'b', [1]), ('a', 'c', 2), ('d', '', None)]
+    """
+    text = _TextParser(RangeReader(path, window=_PIECE))
+    for key in text.names():
+        if text.next() == "{":
+            for name in text.names():
+                yield key, name, text.value()
+        else:
+            yield key, "", text.value()
+    if text.next():
+        raise ValueError("something follows the object")
+
+
+class _TextParser:
+    """A parser of the text of a file, which buffers a piece of it."""
+
+    def __init__(self, reader: RangeReader) -> None:
+        self._reader, self._read = reader, 0
+        self._decode = getincrementaldecoder("utf-8-sig")().decode
+        self._buffer, self._at = "", 0
+        self._scan = json.JSONDecoder().raw_decode
+
+    def names(self) -> Iterator[str]:
+        """Yield the keys of the next object; the caller reads the value of each before the next key."""
+        self._take("{")
+        separator = ""
+        while self.next() != "}":
+            self._take(separator)
+            name = self.value()
+            if not isinstance(name, str):
+                raise ValueError(f"{name!r:.60} is the key of an object; expected text")  # noqa: TRY004 -- as for all faults
+            self._take(":")
+            yield name
+            separator = ","
+        self._take("}")
+
+    def next(self) -> str:
+        """Peek at the next character that is not white space; "" at the end."""
+        while True:
+            space = _SPACE.match(self._buffer, self._at)
+            self._at = space.end() if space else self._at
+            if self._at < len(self._buffer) or not self._more(_PIECE):
+                return self._buffer[self._at : self._at + 1]
+
+    def value(self) -> Any:
+        """Parse and return the next JSON value."""
+        self.next()
+        nbytes = _PIECE
+        while True:
+            try:
+                value, end = self._scan(self._buffer, self._at)
+            except RecursionError:
+                raise ValueError("it is nested too deeply") from None
+            except json.JSONDecodeError as error:
+                if len(self._buffer) - self._at > _LONGEST:
+                    raise ValueError(f"a value has more than {_LONGEST} characters") from None
+                if not self._more(nbytes):
+                    raise ValueError(f"it is not JSON: {error.msg}") from None
+            else:
+                length = end - self._at
+                if self._buffer[end : end + 1] in _BEHIND or not self._more(nbytes):  # a number may continue
+                    self._at += length
+                    return value
+            nbytes *= 2
+
+    def _take(self, character: str) -> None:
+        following = self.next()
+        if not following.startswith(character):
+            raise ValueError(f"{following or 'the end'!r} is there; expected {character!r}")
+        self._at += len(character)
+
+    def _more(self, nbytes: int) -> bool:
+        """Buffer more of the text; return whether there was any."""
+        content = self._reader.upto(self._read, nbytes)
+        self._read += len(content)
+        self._buffer = self._buffer[self._at :] + self._decode(content, final=not content)
+        self._at = 0
+        return bool(content)

@@ -15,13 +15,7 @@ from reshard.core.runs import iteration_of
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import parse_json
-from reshard.core.target import (
-    MAX_SHARD_BYTES,
-    MOST_STEPS,
-    check_size,
-    check_step,
-    one_after_the_other,
-)
+from reshard.core.target import MAX_SHARD_BYTES, MOST_STEPS, check_size, check_step, one_after_the_other
 from reshard.errors import Option, Text, UsageError
 from reshard.formats.checkpoint2.names import COMMON, FILES
 from reshard.strategy.names import TRAINING_STATE, optimizer_states
@@ -32,20 +26,15 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.entries import SizedTensor
 
-
 PREFIX = "checkpoint"
-"""Default prefix of file names, as in mindformers' dynamic-graph mode."""
-
+"""The default prefix of file names, as in mindformers' dynamic-graph mode."""
 
 COMMON_KEYS = (
     "epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size", "consumed_samples", "ckpt_status",
 )  # fmt: skip
-"""Keys of mindformers' `CommonInfo`, which refuses any other key."""
+"""The keys of mindformers' `CommonInfo`, which refuses any other key; a training may leave out the last two."""
 
-
-NEWER_KEYS = {"consumed_samples", "ckpt_status"}  # a training may leave these out, too
-
-
+NOTES = {"format": "ms"}
 _LONGEST_PREFIX = 200  # a file name may have 255 bytes
 
 
@@ -97,15 +86,13 @@ class Checkpoint2(Options):
         try:
             parse_common(self.common or "{}")
         except ValueError as error:
-            raise UsageError(
-                f"common is not a JSON object, as {COMMON} is", code="not-json", facts=[str(error)]
-            ) from None
+            fault = f"common is not a JSON object, as {COMMON} is"
+            raise UsageError(fault, code="not-json", facts=[str(error)]) from None
         prefix = self.prefix or ""
-        signs = prefix.startswith(".") or any(sign in prefix for sign in "/\\{}")
-        if not prefix.isprintable() or signs or len(prefix.encode()) > _LONGEST_PREFIX:
-            raise UsageError(
-                f"prefix {prefix!r:.60} cannot begin a file name", code="bad-name", hint="give e.g. 'checkpoint'"
-            )
+        is_name = prefix.isprintable() and not prefix.startswith(".") and not {*"/\\{}"}.intersection(prefix)
+        if not is_name or len(prefix.encode()) > _LONGEST_PREFIX:
+            fault = f"prefix {prefix!r:.60} cannot begin a file name"
+            raise UsageError(fault, code="bad-name", hint="give e.g. 'checkpoint'")
 
     def of(self, source: Checkpoint) -> Checkpoint2:
         """Return a copy with missing values filled in from a source.
@@ -125,9 +112,8 @@ class Checkpoint2(Options):
             matches = (FILES.files.fullmatch(as_place(file.path).name) for file in source.files)
             prefix = next((match["prefix"].removesuffix("-") for match in matches if match), PREFIX)
         if common is None:
-            common = common_of(source)
-        if common is None:
-            common = json.dumps(dict.fromkeys(COMMON_KEYS) | progress | {"global_step": step}, indent=4)
+            made = dict.fromkeys(COMMON_KEYS) | progress | {"global_step": step}
+            common = common_of(source) or json.dumps(made, indent=4)
         return replace(self, step=step, prefix=prefix, common=common)
 
     @property
@@ -152,9 +138,6 @@ class Checkpoint2(Options):
         return ShardFiles(tuple(paths), file_of, notes=NOTES)
 
 
-NOTES = {"format": "ms"}
-
-
 def kinds_of(tensors: Sequence[SizedTensor]) -> list[tuple[str, list[SizedTensor]]]:
     """Return the tensors of each kind of file; text belongs to the weights."""
     states = optimizer_states({tensor.name for tensor in tensors})
@@ -173,12 +156,27 @@ def parse_common(common: str) -> dict[str, Any]:
     return parsed
 
 
-def common_of(source: Checkpoint) -> str | None:
-    """Return the contents of `common.json` of a source, or of the one that a store was made of; None without it."""
+def common_of(source: Checkpoint) -> str:
+    """Return the contents of `common.json` of a source, or of the one that a store was made of; "" without it."""
     with suppress(ValueError):  # any program may have written a store
         if source.extras.common and parse_common(source.extras.common):
             return source.extras.common
-    return None
+    return ""
+
+
+def _progress(source: Checkpoint) -> dict[str, Any]:
+    """Return the training's progress by key of `common.json`; unknown values are None.
+
+    File names count steps from the beginning of the epoch.
+    """
+    progress: dict[str, Any] = {key: _number(source, key, int) for key in ("epoch_num", "step_num", "global_step")}
+    progress["loss_scale"] = _number(source, "loss_scale", int, float)
+    if source.opening.step is not None:
+        epoch, step = map(int, source.opening.step.name.split("_"))
+        from_name = {"epoch_num": epoch, "step_num": step} | ({"global_step": step} if epoch == 1 else {})
+        progress |= {key: value for key, value in from_name.items() if progress[key] is None}
+    iteration = _iteration(source)
+    return progress if iteration is None else progress | {"global_step": iteration}
 
 
 def _iteration(source: Checkpoint) -> int | None:
@@ -192,21 +190,6 @@ def _iteration(source: Checkpoint) -> int | None:
     common = common_of(source)
     step = parse_common(common).get("global_step") if common else iteration(source)
     return step if type(step) is int and 0 <= step < MOST_STEPS else None
-
-
-def _progress(source: Checkpoint) -> dict[str, Any]:
-    """Return the training's progress by key of `common.json`; unknown values are None.
-
-    File names count steps from the beginning of the epoch.
-    """
-    progress: dict[str, Any] = {key: _number(source, key, int) for key in ("epoch_num", "step_num", "global_step")}
-    progress["loss_scale"] = _number(source, "loss_scale", int, float)
-    if source.opening.step is not None:
-        epoch, step = map(int, source.opening.step.name.split("_"))
-        from_name = {"epoch_num": epoch, "step_num": step} | ({"global_step": step} if epoch == 1 else {})
-        progress = {key: from_name.get(key) if value is None else value for key, value in progress.items()}
-    iteration = _iteration(source)
-    return progress if iteration is None else progress | {"global_step": iteration}
 
 
 def _number(source: Checkpoint, name: str, *types: type) -> int | float | None:

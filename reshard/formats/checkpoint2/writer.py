@@ -22,21 +22,10 @@ from typing import TYPE_CHECKING, Any
 from reshard.core.layout.arrangement import Arranged
 from reshard.core.layout.mesh import Mesh
 from reshard.core.model.entries import ShardFiles
-from reshard.core.target import (
-    TargetFile,
-    literal,
-)
+from reshard.core.target import TargetFile, literal
 from reshard.errors import LayoutError, UsageError, names
 from reshard.formats.checkpoint2.names import COMMON, METADATA, TRACKER
-from reshard.formats.checkpoint2.options import (
-    COMMON_KEYS,
-    NEWER_KEYS,
-    NOTES,
-    Checkpoint2,
-    common_of,
-    kinds_of,
-    parse_common,
-)
+from reshard.formats.checkpoint2.options import COMMON_KEYS, NOTES, Checkpoint2, common_of, kinds_of, parse_common
 from reshard.formats.ranks.writer import Ranks, copied_whole
 from reshard.kits import safetensors
 
@@ -68,9 +57,8 @@ class _FilesOfRanks:
     def shard_files(self, tensors: Sequence[SizedTensor], extension: str) -> ShardFiles:
         kinds = kinds_of(tensors)
         part_of = {tensor.name: part for part, (_, kind_tensors) in enumerate(kinds) for tensor in kind_tensors}
-        return ShardFiles(
-            tuple(self.files.path(kind, extension) for kind, _ in kinds), part_of, notes=NOTES, numbered=True
-        )
+        paths = tuple(self.files.path(kind, extension) for kind, _ in kinds)
+        return ShardFiles(paths, part_of, notes=NOTES, numbered=True)
 
 
 class Checkpoint2Target(Ranks):
@@ -83,19 +71,18 @@ class Checkpoint2Target(Ranks):
         self._layout, self._arrangement = request.files, arrangement
         self._full = None if arrangement is None else _completed(arrangement, items, faults)
         if self._full is not None:
-            files = _FilesOfRanks(request.files)
-            request = replace(request, files=files)
+            request = replace(request, files=_FilesOfRanks(request.files))
         super().__init__(inputs._replace(request=request, arrangement=self._full))
-        if self._full is not None:
-            for item in items:
-                if _BREAKING.search(item.name) or not item.name.isprintable() or item.name != item.name.strip():
-                    faults.add(
-                        f"tensor {item.name!r}",
-                        "has a comma, bracket, quote, control character, or space at an end, "
-                        "so mindformers could not read the metadata",
-                        code="bad-name", hint="rename it",
-                    )  # fmt: skip
-            self.memory = (("metadata", sum(self._metadata_bytes(self._full))),)
+        if self._full is None:
+            return
+        for item in items:
+            if _BREAKING.search(item.name) or not item.name.isprintable() or item.name != item.name.strip():
+                faults.add(
+                    f"tensor {item.name!r}",
+                    "has a comma, bracket, quote, control character, or space at an end, "
+                    "so mindformers could not read the metadata", code="bad-name", hint="rename it",
+                )  # fmt: skip
+        self.memory = (("metadata", sum(self._metadata_bytes(self._full))),)
 
     @classmethod
     def settled(cls, request: Request, source: Checkpoint) -> Request:
@@ -121,7 +108,7 @@ class Checkpoint2Target(Ranks):
         """Warn of tensors that all ranks get whole, and of faults of `common.json`."""
         result = copied_whole(self._source, self._arrangement, self._items)
         common = parse_common(self._layout.common or "{}")
-        unknown = [key for key in COMMON_KEYS if key not in NEWER_KEYS and common.get(key) is None]
+        unknown = [key for key in COMMON_KEYS[:-2] if common.get(key) is None]
         if unknown and self._layout.common != common_of(self._source):
             result += (f"{COMMON} says null for what is not known: {names(unknown)}",)
         if common.get("global_step") not in (None, self._layout.step):
@@ -194,23 +181,22 @@ def _completed(arrangement: Arrangement, items: Iterable[TargetTensor], faults: 
     for item in items:
         name, arranged = item.name, arrangement.tensors.get(item.name)
         if arranged is not None:
-            tensors[name] = _of_one_stage(arrangement, arranged, item, faults)
+            tensors[name] = arranged
+            try:
+                if item.tensor.text is None:
+                    tensors[name] = _of_one_stage(arrangement, arranged, name, item.tensor.spec.shape)
+            except LayoutError as error:
+                faults.add(f"tensor {name!r}", error)
         elif not (arrangement.lists_all or item.tensor.varies):
             tensors[name] = Arranged(())
     return replace(arrangement, tensors=tensors)
 
 
-def _of_one_stage(arrangement: Arrangement, arranged: Arranged, item: TargetTensor, faults: Faults) -> Arranged:
-    """Return the arrangement of a tensor in one stage, if the blocks of others are different."""
-    name, shape = item.name, item.tensor.spec.shape
-    if item.tensor.text is not None or not arranged.meshes:
-        return arranged
-    try:
-        first = _mesh(arranged)
-        if first and len(arranged.meshes) > 1 and first.grid(shape).blocks != arrangement.grid(name, shape).blocks:
-            return arranged._replace(meshes=(first,))
-    except LayoutError as error:
-        faults.add(f"tensor {name!r}", error)
+def _of_one_stage(arrangement: Arrangement, arranged: Arranged, name: str, shape: Shape) -> Arranged:
+    """Return the arrangement of a tensor in the first stage, if the blocks of others are different."""
+    first = _mesh(arranged)
+    if first and len(arranged.meshes) > 1 and first.grid(shape).blocks != arrangement.grid(name, shape).blocks:
+        return arranged._replace(meshes=(first,))
     return arranged
 
 
@@ -251,13 +237,9 @@ def _described(dtype: str, shape: Shape, grid: Grid, mesh: Mesh | None) -> dict[
             "rank_list": mesh.ranks,
         }
     numbers = sorted(range(len(grid.blocks)), key=lambda number: grid.ranks[number][0])
+    properties = {"dtype": dtype, "replica_id": replicas, "allow_shape_mismatch": False, "allow_to_save": True}
     return {
-        "properties": {
-            "dtype": dtype,
-            "replica_id": replicas,
-            "allow_shape_mismatch": False,
-            "allow_to_save": True,
-        },
+        "properties": properties,
         "global_shape": shape,
         "axis_fragmentations": mesh.layout.splits if mesh else [1] * len(shape),
         "layout": layout,

@@ -12,8 +12,8 @@ from reshard.core.model.entries import RangeReader
 from reshard.core.model.findings import Findings
 from reshard.errors import SourceError
 from reshard.formats.dcp.metadata import DCPMetadata, metadata_files
-from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX
-from reshard.formats.dcp.reader import MTIME_TOLERANCE_NS, rank_of
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, rank_of
+from reshard.formats.dcp.reader import MTIME_TOLERANCE_NS
 from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import MOST_BYTES
 
@@ -49,8 +49,7 @@ def by_metadata(directory: Directory) -> Findings | None:
     To open it takes several times as long, since each block has a header.
     """
     files = directory.files
-    is_plain = (COMMON in files) == (BACKEND in files) and not any(name.endswith(".metadata.tmp") for name in files)
-    if not is_plain or DCP_INDEX not in files:
+    if DCP_INDEX not in files or doubt_of(directory) or any(name.endswith(".metadata.tmp") for name in files):
         return None
     try:
         ends = _ends_by_metadata(directory)
@@ -58,7 +57,7 @@ def by_metadata(directory: Directory) -> Findings | None:
         return None  # to open it says why
     if not ends or ends.keys() != set(filter(DCP_FILES[_STORAGE].fullmatch, files)):
         return None
-    if any(end > files[name].nbytes for name, end in ends.items()) or _newer(directory):
+    if any(end > files[name].nbytes for name, end in ends.items()):
         return None
     return Findings("complete", "", len(set(map(rank_of, ends))))
 

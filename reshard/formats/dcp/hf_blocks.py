@@ -10,6 +10,7 @@ Sources: PyTorch 2.13 `distributed/checkpoint/{hf_storage,_hf_utils}.py`, and wh
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import add
 from typing import TYPE_CHECKING, Literal
 
 from reshard.core.layout.block import Block, is_possible, shape_text
@@ -17,7 +18,7 @@ from reshard.core.model.checkpoint import Checkpoint, TensorSpec
 from reshard.core.model.entries import Extent
 from reshard.core.model.facts import Extras
 from reshard.core.model.probe import compare_contents
-from reshard.core.model.table import Blocks, nothing_readable
+from reshard.core.model.table import Blocks, common_dtype, nothing_readable
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json
 from reshard.errors import Faults, SourceError, names
@@ -27,8 +28,7 @@ from reshard.kits.safetensors import SHARDING_INFO
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    import re
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import SourceFile, Tensor
@@ -65,47 +65,42 @@ def open_blocks(root: Place, listing: Sequence[str], *, contents: bool | Literal
         by_rank.setdefault(int(match["shard"]) - 1, []).append(root / match[0])
     files, ranks = read_indexes(dict(sorted(by_rank.items())), None)
     faults = Faults(str(root))
-    blocks: dict[str, list[tuple[Shape, DType, Shape, Extent]]] = {}
+    blocks: dict[str, list[tuple[Block, Extent]]] = {}
+    dtypes: dict[str, set[DType]] = {}
     unreadable: dict[str, str] = {}
     for number, file in enumerate(files):
         offsets = _offsets(file, faults)
         unreadable.update(file.index.unreadable)
         for name, entry in file.index.entries.items():
-            if len(offsets.get(name, ())) != len(entry.shape) or name not in offsets:
+            at = offsets.get(name)
+            if at is None or len(at) != len(entry.shape):
                 unreadable[name] = f"has no offsets in {SHARDING_INFO} of {file.path}, or not one for each dimension"
                 continue
-            block = offsets[name], entry.dtype, entry.shape, Extent(number, entry.runs)
-            blocks.setdefault(name, []).append(block)
+            block = Block(at, tuple(map(add, at, entry.shape)))
+            blocks.setdefault(name, []).append((block, Extent(number, entry.runs)))
+            dtypes.setdefault(name, set()).add(entry.dtype)
     faults.raise_if_any(SourceError)
     assembler = Blocks()
     tensors: dict[str, Tensor] = {}
     for name in [name for name in blocks if name not in unreadable]:
         try:
-            tensors[name] = _tensor(name, blocks[name], assembler)
+            shape = _whole_shape([block for block, _ in blocks[name]])
+            tensors[name] = assembler.tensor(TensorSpec(name, common_dtype(dtypes[name]), shape), blocks[name])
         except SourceError as error:
             unreadable[name] = error.message
     if not tensors:
         raise SourceError(f"{root}: {nothing_readable(unreadable)}", code="no-tensors")
+    absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
+    gaps = f", with no file of {ranks_text(absent)}" if absent else ""
     unknown = (
-        f"the files do not say how large whole tensors are: they are of {len(by_rank)} ranks, and if there were more, "
-        "whose files are missing, tensors are smaller than they were"
+        f"the files do not say how large whole tensors are: they are of {len(by_rank)} ranks{gaps}, and if there were "
+        "more, whose files are missing, tensors are smaller than they were"
     )
     checkpoint = Checkpoint(
-        str(root), tensors, tuple(map(without_notes, files)), ranks, warnings=(unknown, *_holes(by_rank, matches)),
-        unreadable=unreadable, extras=Extras(SHARDING_INFO),
+        str(root), tensors, tuple(map(without_notes, files)), ranks, warnings=(unknown,), unreadable=unreadable,
+        extras=Extras(SHARDING_INFO),
     )  # fmt: skip
     return compare_contents(checkpoint, {}, contents=contents)
-
-
-def _holes(ranks: Iterable[int], matches: Sequence[re.Match[str]]) -> Iterator[str]:
-    """Yield warnings about absent ranks and files, which may have been empty."""
-    present = {(int(match["shard"]) - 1, int(match["number"])) for match in matches}
-    numbers = sorted({number for _, number in present})
-    if absent := [rank for rank in range(max(ranks)) if rank not in set(ranks)]:
-        yield f"there is no file of {ranks_text(absent)}, of which nothing says that there was one"
-    lacking = [f"{n} of rank {rank}" for rank in ranks for n in numbers if (rank, n) not in present]
-    if lacking:
-        yield f"there is no file {names(lacking, most=3)}, of which nothing says that there was one"
 
 
 def without_notes(file: SourceFile) -> SourceFile:
@@ -120,33 +115,25 @@ def _offsets(file: SourceFile, faults: Faults) -> dict[str, Shape]:
         content = parse_json(dict(file.index.metadata)[SHARDING_INFO].encode(), [])
     except (KeyError, ValueError):
         content = None
+    if not isinstance(content, dict):
+        faults.add(file.path, f"has no {SHARDING_INFO} in its header, so its blocks are unplaced", code="no-layout")
+        return {}
     result = {}
-    for name, info in content.items() if isinstance(content, dict) else ():
+    for name, info in content.items():
         offsets = info.get("saved_offsets") if isinstance(info, dict) else None
         if isinstance(offsets, list) and all(type(offset) is int and 0 <= offset < 1 << 63 for offset in offsets):
             result[name] = tuple(offsets)
         if name not in file.index.entries and name not in dict(file.index.unreadable):
             faults.add(file.path, f"has offsets for {name!r:.60} but no such tensor", code="unknown-tensor")
-    if not isinstance(content, dict):
-        faults.add(file.path, f"has no {SHARDING_INFO} in its header, so its blocks are unplaced", code="no-layout")
     return result
 
 
-def _tensor(name: str, stored: Sequence[tuple[Shape, DType, Shape, Extent]], assembler: Blocks) -> Tensor:
-    """Return a tensor; raise `SourceError` if its blocks do not form one."""
-    dtypes = {dtype.name: dtype for _, dtype, _, _ in stored}
-    dims = {len(offsets) for offsets, *_ in stored}
-    if len(dtypes) > 1 or len(dims) > 1:
-        raise SourceError(
-            f"is {names(sorted(dtypes))}, of {names(sorted(dims))} dimensions, in different files",
-            code="ranks-disagree",
-        )
-    blocks = [
-        (Block(offsets, tuple(begin + extent for begin, extent in zip(offsets, shape, strict=True))), extent)
-        for offsets, _, shape, extent in stored
-    ]
-    shape = tuple(max(block.stop[dim] for block, _ in blocks) for dim in range(*dims))
+def _whole_shape(blocks: Sequence[Block]) -> Shape:
+    """Return the shape of the tensor that has these blocks; raise `SourceError` if there is none."""
+    dims = {len(block.stop) for block in blocks}
+    if len(dims) > 1:
+        raise SourceError(f"is of {names(sorted(dims))} dimensions in different files", code="ranks-disagree")
+    shape = tuple(map(max, zip(*(block.stop for block in blocks), strict=True)))
     if not is_possible(shape):
         raise SourceError(f"has the shape {shape_text(shape)}, which no array can have", code="bad-shape")
-    (dtype,) = dtypes.values()
-    return assembler.tensor(TensorSpec(name, dtype, shape), blocks)
+    return shape

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.model.facts import DAMAGED
-from reshard.core.storage.page_cache import GLANCE_BYTES
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
 from reshard.kits.torch.archive import Damaged, first_records
@@ -29,8 +28,11 @@ if TYPE_CHECKING:
 
 _HEAD = 2048  # has all that is needed of most items
 _LONGEST_HEAD = 1 << 18
-_MOST_BEGINS, _MOST_HEADS = 8, 512  # of items that differ in nothing but their bytes
+_MOST_KNOWN = 256
 _EXPECTED = "a tensor that torch.save stored"
+
+KnownHeads = dict[int, dict[bytes, "Rebuilt"]]
+"""Tensors of other items, by the offset of their bytes in the item, and by all bytes before it; many are alike."""
 
 
 class Span(NamedTuple):
@@ -47,73 +49,45 @@ def read_items(spans: Sequence[Span]) -> Iterator[Entry | str]:
     Raises:
         SourceError: a file ends before an item does.
     """
-    known_heads = KnownHeads({}, {})
+    known: KnownHeads = {}
     for span, head in read_heads(spans, _HEAD):
-        entry = item(span, head, known_heads)
+        entry = item(span, head, known)
         if entry is None:
-            entry = next(
-                (item(span, longer_head, known_heads) for _, longer_head in read_heads([span], _LONGEST_HEAD)), None
-            )
+            ((_, longer_head),) = read_heads([span], _LONGEST_HEAD)
+            entry = item(span, longer_head, known)
         yield entry or "is not a tensor of torch.save: its head is too long"
 
 
 def read_heads(spans: Sequence[Span], nbytes: int) -> Iterator[tuple[Span, bytes]]:
-    """Yield the first bytes of each item; near items are read together, and at URLs many at once."""
+    """Yield the first bytes of each item; at URLs many are read at once."""
 
-    def steps() -> Iterator[tuple[tuple[list[Span], bytearray], ReadStore, list[Want]]]:
-        for near in _near(spans, nbytes):
-            begin = near[0].begin
-            buffer = bytearray(near[-1].begin + min(near[-1].nbytes, nbytes) - begin)
-            yield (near, buffer), any_store(), [(near[0].path, begin, memoryview(buffer))]
+    def steps() -> Iterator[tuple[tuple[Span, bytearray], ReadStore, list[Want]]]:
+        for span in spans:
+            buffer = bytearray(min(span.nbytes, nbytes))
+            yield (span, buffer), any_store(), [(span.path, span.begin, memoryview(buffer))]
 
-    for near, buffer in in_batches(steps()):
-        for span in near:
-            begin = span.begin - near[0].begin
-            yield span, bytes(buffer[begin : begin + min(span.nbytes, nbytes)])
+    for span, buffer in in_batches(steps()):
+        yield span, bytes(buffer)
 
 
-def _near(spans: Sequence[Span], nbytes: int) -> Iterator[list[Span]]:
-    """Yield groups of consecutive items whose first bytes lie within one read."""
-    near: list[Span] = []
-    for span in spans:
-        if near:
-            (path, begin, _), last = near[0], near[-1]
-            if span.path != path or span.begin < last.begin + last.nbytes or span.begin + nbytes > begin + GLANCE_BYTES:
-                yield near
-                near = []
-        near.append(span)
-    if near:
-        yield near
-
-
-def item(span: Span, head: bytes, known_heads: KnownHeads) -> Entry | str | None:
-    """Return the entry of the tensor in an item, or a reason why not; None if the head is too short.
-
-    Args:
-        span: the range of the item.
-        head: its first bytes.
-        known_heads: the results for other items.
-    """
+def item(span: Span, head: bytes, known: KnownHeads) -> Entry | str | None:
+    """Return the entry of the tensor in an item, or a reason why not; None if `head`, its first bytes, is too short."""
     try:
-        for begin, heads in known_heads.heads.items():
+        for begin, heads in known.items():
             if (alike := heads.get(head[:begin])) is not None:
                 return alike.entry(span.begin + begin, span.begin + span.nbytes)
         record = _tensor_record(head, is_whole=len(head) == span.nbytes)
         if record is None:
             return None
         begin, name, pickled = record
-        if pickled not in known_heads.pickles:
-            known_heads.pickles[pickled] = rebuilt(unpickled(PickleBytes(span.path, pickled), _EXPECTED, outside=True))
-        alike = known_heads.pickles[pickled]
-        if name != alike.record:
+        tensor = rebuilt(unpickled(PickleBytes(span.path, pickled), _EXPECTED, outside=True))
+        if name != tensor.record:
             raise SourceError(  # noqa: TRY301 -- returned as a reason
-                f"has its tensor in record {_text(alike.record)}, and begins with {_text(name)}", code="wrong-record"
+                f"has its tensor in record {_text(tensor.record)}, and begins with {_text(name)}", code="wrong-record"
             )
-        if begin in known_heads.heads or len(known_heads.heads) < _MOST_BEGINS:
-            heads = known_heads.heads.setdefault(begin, {})
-            if len(heads) < _MOST_HEADS:
-                heads[head[:begin]] = alike
-        return alike.entry(span.begin + begin, span.begin + span.nbytes)
+        if sum(map(len, known.values())) < _MOST_KNOWN:
+            known.setdefault(begin, {})[head[:begin]] = tensor
+        return tensor.entry(span.begin + begin, span.begin + span.nbytes)
     except SourceError as error:
         if any(code.startswith("unsupported-") for code in error.codes):
             return error.message
@@ -123,10 +97,6 @@ def item(span: Span, head: bytes, known_heads: KnownHeads) -> Entry | str | None
 
 def _tensor_record(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] | None:
     """Return the offset and name of a tensor's record, and its pickle; None if the head is too short.
-
-    Args:
-        head: the first bytes of the item.
-        is_whole: the head is all of the item.
 
     Raises:
         SourceError: the item is not a tensor that `torch.save` stored.
@@ -149,15 +119,3 @@ def _tensor_record(head: bytes, *, is_whole: bool) -> tuple[int, bytes, bytes] |
 
 def _text(content: bytes) -> str:
     return repr(content.decode(errors="replace"))[:60]
-
-
-class KnownHeads(NamedTuple):
-    """The results for other items; many items are alike.
-
-    Attributes:
-        pickles: tensors by their pickles.
-        heads: tensors by the offset of their bytes in an item, and by all bytes before it.
-    """
-
-    pickles: dict[bytes, Rebuilt]
-    heads: dict[int, dict[bytes, Rebuilt]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +12,7 @@ from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import is_text
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError, names
-from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_OF_RANK, FILES
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_OF_RANK, FILES, is_data_of
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe, numbers, unpickled
 from reshard.strategy.names import ranks_text
 
@@ -114,57 +113,46 @@ class DCPMetadata:
         if not (isinstance(content, PickledObject) and content.name.endswith("Metadata")):
             raise SourceError(f"is not {_EXPECTED}", code="bad-metadata")
         for name, entry in _pairs(content, "state_dict_metadata"):
-            self._add_name(name, directory)
+            self._check_name(name, directory)
             kind = entry.name if isinstance(entry, PickledObject) else ""
             if kind == "BytesStorageMetadata":
                 self.objects[name] = None
             elif kind == "TensorStorageMetadata":
                 self._add_tensor(name, entry)
             else:
-                raise SourceError(
-                    f"{describe(name)} is a {describe(kind or 'value')}; expected a tensor or an object",
-                    code="bad-metadata",
-                )
-        both = self.tensors.keys() & self.objects.keys()
-        if both:
+                fault = f"{describe(name)} is a {describe(kind or 'value')}; expected a tensor or an object"
+                raise SourceError(fault, code="bad-metadata")
+        if both := self.tensors.keys() & self.objects.keys():
             raise SourceError(f"{names(sorted(both), most=3)} is both a tensor and an object", code="duplicate-name")
         for index, info in _pairs(content, "storage_data"):
             self._add_item(index, info, directory)
         planned = content.field("planner_data")
-        path_items = planned.items() if isinstance(planned, Pairs) else ()
-        self.paths |= {name: path for name, path in path_items if _is_path(path) and isinstance(name, str)}
-        reshaped = content.field("mcore_data")
+        for name, path in planned.items() if isinstance(planned, Pairs) else ():
+            if isinstance(name, str) and _is_path(path):
+                self.paths[name] = path
+        self._add_flat(content.field("mcore_data"))
+
+    def _add_flat(self, reshaped: object) -> None:
+        """Add the whole shapes of flattened tensors, from an attribute of Megatron-Core."""
         for name, attributes in reshaped.items() if isinstance(reshaped, Pairs) else ():
             if isinstance(name, str) and isinstance(attributes, Pairs) and WHOLE_SHAPE in (keys := attributes[::2]):
-                self.flat[name] = shape = numbers(attributes[2 * keys.index(WHOLE_SHAPE) + 1])
-                if not is_possible(shape):
-                    raise SourceError(
-                        f"tensor {describe(name)} had the impossible shape {shape_text(shape)}", code="bad-shape"
-                    )
+                self.flat[name] = _shape(name, attributes[2 * keys.index(WHOLE_SHAPE) + 1])
 
-    def _add_name(self, name: object, directory: str) -> None:
+    def _check_name(self, name: object, directory: str) -> None:
         if not isinstance(name, str) or not is_text(name) or len(name.encode()) > LONGEST_NAME:
-            raise SourceError(
-                f"{describe(name)} is not a valid name; expected at most {LONGEST_NAME} bytes of text", code="bad-name"
-            )
+            fault = f"{describe(name)} is not a valid name; expected at most {LONGEST_NAME} bytes of text"
+            raise SourceError(fault, code="bad-name")
         other_directory = self._directories.setdefault(name, directory)
         if other_directory != directory:
-            raise SourceError(
-                f"has {describe(name)}, which {other_directory.rstrip('/')} has too",
-                code="several-checkpoints",
-                hint="open one of the directories",
-            )
+            fault = f"has {describe(name)}, which {other_directory.rstrip('/')} has too"
+            raise SourceError(fault, code="several-checkpoints", hint="open one of the directories")
 
     def _add_tensor(self, name: str, entry: PickledObject) -> None:
-        shape = numbers(entry.field("size"))
-        if not is_possible(shape):
-            raise SourceError(f"tensor {describe(name)} has the impossible shape {shape_text(shape)}", code="bad-shape")
+        shape = _shape(name, entry.field("size"))
         tensor = DeclaredTensor(_dtype(entry.field("properties")), shape, set())
         first_tensor = self.tensors.setdefault(name, tensor)
         if (first_tensor.dtype, first_tensor.shape) != (tensor.dtype, tensor.shape):
-            ranks = (
-                f"{first_tensor.dtype} {shape_text(first_tensor.shape)} and {tensor.dtype} {shape_text(tensor.shape)}"
-            )
+            ranks = " and ".join(f"{each.dtype} {shape_text(each.shape)}" for each in (first_tensor, tensor))
             raise SourceError(f"tensor {describe(name)} is {ranks} by different ranks", code="ranks-disagree")
         chunks = entry.field("chunks")
         if not isinstance(chunks, list) or not all(isinstance(chunk, PickledObject) for chunk in chunks):
@@ -174,10 +162,8 @@ class DCPMetadata:
             raise SourceError(f"has more than {_MOST_BOXES:,} boxes", code="too-many-blocks")
         boxes = {self._box(chunk) for chunk in chunks}
         if not all(len(shape) == len(offsets) == len(extents) for offsets, extents in boxes):
-            raise SourceError(
-                f"tensor {describe(name)} of shape {shape_text(shape)} has a box of other dimensions",
-                code="wrong-dimensions",
-            )
+            fault = f"tensor {describe(name)} of shape {shape_text(shape)} has a box of other dimensions"
+            raise SourceError(fault, code="wrong-dimensions")
         first_tensor.boxes.update(boxes)
 
     def _box(self, chunk: PickledObject) -> tuple[Shape, Shape]:
@@ -200,30 +186,20 @@ class DCPMetadata:
         if not isinstance(name, str) or not (is_object or name in self.tensors):
             raise SourceError(f"has a box of {describe(name)}, but no such tensor", code="unknown-tensor")
         if info.name not in DCP_FILES:
-            raise SourceError(
-                f"has a box of {describe(name)} in an unknown {describe(info.name)}", code="unknown-storage"
-            )
-        if not isinstance(file, str) or not _is_of_rank(info.name, file):
-            raise SourceError(
-                f"tensor {describe(name)} is in {describe(file)}; expected a file of a rank, without directories",
-                code="bad-file-name",
-            )
+            fault = f"has a box of {describe(name)} in an unknown {describe(info.name)}"
+            raise SourceError(fault, code="unknown-storage")
+        if not isinstance(file, str) or not is_data_of(info.name, file):
+            fault = f"tensor {describe(name)} is in {describe(file)}; expected a file of a rank, without directories"
+            raise SourceError(fault, code="bad-file-name")
         key = name if key is None else key
         if not isinstance(key, str):
-            raise SourceError(
-                f"tensor {describe(name)} has {describe(key)} for a tensor_key; expected text", code="bad-name"
-            )
+            fault = f"tensor {describe(name)} has {describe(key)} for a tensor_key; expected text"
+            raise SourceError(fault, code="bad-name")
         begin, nbytes = numbers((begin, nbytes)) if info.name == "_StorageInfo" else (0, 0)
         encodings = encoding if isinstance(encoding, list) else [encoding] if encoding else []
         offsets = () if is_object else numbers(offset)
         item = Item(offsets, directory + file, begin, nbytes, tuple(map(_text, encodings)), key)
         self.items.setdefault(name, []).append(item)
-
-
-@lru_cache(maxsize=1 << 16)
-def _is_of_rank(kind: str, file: str) -> bool:
-    """Return whether a file has a name that files of this class of storage entries have."""
-    return DCP_FILES[kind].fullmatch(file) is not None and file.isprintable()
 
 
 def metadata_files(root: Place, listing: Sequence[str]) -> list[str]:
@@ -247,36 +223,35 @@ def metadata_files(root: Place, listing: Sequence[str]) -> list[str]:
 
 def _files_in(directory: Place, listing: Sequence[str]) -> list[str]:
     """Return the names of the metadata: one file, or one per rank."""
-    by_kind: dict[str, dict[int, str]] = {}
+    by_kind: dict[str, dict[int, str]] = {DCP_INDEX: {0: DCP_INDEX}} if DCP_INDEX in listing else {}
     for match in filter(None, map(DCP_OF_RANK.fullmatch, listing)):
         by_kind.setdefault(match[1], {})[int(match[2])] = match[0]
-    firsts = [DCP_INDEX] * (DCP_INDEX in listing) + sorted(
-        files_by_rank[min(files_by_rank)] for files_by_rank in by_kind.values()
-    )
-    if len(firsts) > 1:
+    if len(by_kind) > 1:
+        firsts = sorted(by_rank[min(by_rank)] for by_rank in by_kind.values())
         raise SourceError(
-            f"{directory} holds two checkpoints, of {firsts[0]} and {firsts[1]}",
-            code="several-checkpoints",
+            f"{directory} holds two checkpoints, of {firsts[0]} and {firsts[1]}", code="several-checkpoints",
             hint="move the files of one of them to another directory",
-        )
-    if firsts == [DCP_INDEX]:
-        return firsts
+        )  # fmt: skip
     if not by_kind:
         fact = f"{FILES.shown_by(Listing(directory, sorted(listing)))} {FILES.problem}"
         raise SourceError(
-            f"{directory} has no {DCP_INDEX}, which is written last; saving it was interrupted",
-            code="unfinished",
+            f"{directory} has no {DCP_INDEX}, which is written last; saving it was interrupted", code="unfinished",
             facts=[fact],
-        )
+        )  # fmt: skip
     (by_rank,) = by_kind.values()
-    absent = [rank for rank in range(max(by_rank)) if rank not in by_rank]
-    if absent:
+    if absent := [rank for rank in range(max(by_rank)) if rank not in by_rank]:
         raise SourceError(
-            f"{directory} has no file of metadata of {ranks_text(absent)}, of {max(by_rank) + 1}",
-            code="missing-ranks",
+            f"{directory} has no file of metadata of {ranks_text(absent)}, of {max(by_rank) + 1}", code="missing-ranks",
             hint=COPY_AGAIN,
-        )
+        )  # fmt: skip
     return [name for _, name in sorted(by_rank.items())]
+
+
+def _shape(name: str, value: object) -> Shape:
+    shape = numbers(value)
+    if not is_possible(shape):
+        raise SourceError(f"tensor {describe(name)} has the impossible shape {shape_text(shape)}", code="bad-shape")
+    return shape
 
 
 def _text(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from reshard.arguments import checked_fields
@@ -22,9 +23,6 @@ DCP_INDEX = ".metadata"
 DCP_ITEMS = "distcp"
 """The format of data files whose items are written by PyTorch's `torch.save`."""
 
-SHARDING_INFO = "DCP_SHARDING_INFO"
-"""The note of a safetensors file with the offsets of its blocks in their tensors, as PyTorch writes it."""
-
 TRACKER = "latest_checkpointed_iteration.txt"
 """The tracker of a run of Megatron-LM."""
 
@@ -34,6 +32,20 @@ DCP_FILES = {
 }
 """Patterns of the names of data files, with the rank, by the class of their storage records: hyper-parallel's and
 PyTorch's."""
+
+
+def rank_of(path: str) -> int:
+    """Return the rank that wrote a file, from its name; 0 if the name has no rank."""
+    name = path.rpartition("/")[2]
+    match = next(filter(None, (pattern.fullmatch(name) for pattern in DCP_FILES.values())), None)
+    return int(match[1]) if match and match[1] else 0
+
+
+@lru_cache(maxsize=1 << 16)
+def is_data_of(kind: str, file: str) -> bool:
+    """Return whether a file has a name that the files of this class of storage records have."""
+    return DCP_FILES[kind].fullmatch(file) is not None and file.isprintable()
+
 
 DCP_OF_RANK = re.compile(r"((?:__)?(?=\d+\.)|\.rank(?=\d+_))(0|[1-9]\d{0,8})[._]metadata")
 """The names of metadata of single ranks, PyTorch's and two of hyper-parallel's; captures the kind and the rank."""

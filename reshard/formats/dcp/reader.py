@@ -20,8 +20,9 @@ Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem}.py`, megatro
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 from operator import add
 from typing import TYPE_CHECKING, Literal
@@ -35,19 +36,19 @@ from reshard.core.model.probe import compare_contents
 from reshard.core.model.reshape import laid
 from reshard.core.model.table import Blocks, nothing_readable
 from reshard.core.storage.base import COPY_AGAIN, truncated_text
-from reshard.core.storage.places import any_store, workers_at
+from reshard.core.storage.places import workers_at
 from reshard.core.storage.threads import map_ordered
 from reshard.dtypes import BY_NAME
 from reshard.errors import Faults, SourceError, names
 from reshard.formats.dcp.hf_blocks import without_notes
 from reshard.formats.dcp.items import Span, read_items
 from reshard.formats.dcp.metadata import STREAM, DCPMetadata
-from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, is_data_of, rank_of
+from reshard.formats.dcp.sidecars import arguments_of, find_sidecars, status_of
 from reshard.kits import safetensors
 from reshard.kits.headers import read_indexes
 from reshard.kits.torch.archive import Archives, ZipPart
 from reshard.kits.torch.carried import BUCKET, BUCKETS
-from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import describe
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Tensor
-    from reshard.core.model.entries import Entry, Sums
-    from reshard.core.storage.base import Status
+    from reshard.core.model.entries import Entry
     from reshard.core.storage.places import Place
     from reshard.formats.dcp.metadata import DeclaredTensor, Item
     from reshard.formats.dcp.zstd import Streams
@@ -81,11 +81,6 @@ def open_dcp(directory: Place, listing: Sequence[str], *, contents: bool | Liter
         SourceError: the checkpoint is incomplete, or the metadata contradict themselves or the files; lists all faults.
     """
     metadata = DCPMetadata(directory, listing)
-    return compare_contents(_checkpoint(directory, listing, metadata), {}, contents=contents)
-
-
-def _checkpoint(directory: Place, listing: Sequence[str], metadata: DCPMetadata) -> Checkpoint:
-    """Return the checkpoint that metadata and files describe."""
     files = _DCPFiles(directory, listing, metadata)
     block_list = Blocks()
     tensors: dict[str, Tensor] = {}
@@ -98,17 +93,18 @@ def _checkpoint(directory: Place, listing: Sequence[str], metadata: DCPMetadata)
     if not tensors:
         raise SourceError(f"{directory}: {nothing_readable(unreadable)}", code="no-tensors")
     objects = {name: _object(directory, metadata.items.get(name)) for name in metadata.objects}
-    megatron_files = _find_sidecar_files(directory, listing)
-    sidecar_files = {} if metadata.paths else megatron_files
+    megatron_files = find_sidecars(directory, listing)
+    sidecars = {} if metadata.paths else megatron_files
     bound = {name: BUCKET for name in tensors if name.startswith(BUCKETS)}
-    return Checkpoint(
+    checkpoint = Checkpoint(
         str(directory), tensors, files.files, files.ranks,
         warnings=tuple(_warnings(directory, listing, metadata, files)), unreadable=unreadable, coding=files.decoding(),
         extras=Extras(
-            metadata.described_by, objects=objects, beside=sidecar_files, bound=bound,
-            paths=None if sidecar_files else metadata.paths, arguments=_arguments(megatron_files, objects),
+            metadata.described_by, objects=objects, beside=sidecars, bound=bound,
+            paths=None if sidecars else metadata.paths, arguments=arguments_of(megatron_files, objects),
         ),
     )  # fmt: skip
+    return compare_contents(checkpoint, {}, contents=contents)
 
 
 def _object(directory: Place, items: Sequence[Item] | None) -> Object:
@@ -118,31 +114,6 @@ def _object(directory: Place, items: Sequence[Item] | None) -> Object:
     first = items[0]
     problem = f"is encoded ({names(map(describe, first.encoding))}), which is not read" if first.encoding else ""
     return Object(str(directory.absolute() / first.file), first.begin, first.nbytes, problem)
-
-
-def _arguments(megatron_files: Mapping[str, Object], objects: Mapping[str, Object]) -> dict[str, object]:
-    """Return what Megatron-LM states of the training; {} if another program saved the tensors."""
-    if not megatron_files:
-        return {}
-    from reshard.kits.torch.objects import arguments_in  # not on every start
-
-    return arguments_in(megatron_files, objects)
-
-
-def _find_sidecar_files(directory: Place, listing: Sequence[str]) -> dict[str, Object]:
-    """Return the files that Megatron-Core writes next to the tensors; none if another program saved them."""
-    paths_by_name = {name: [path for path in listing if path.rpartition("/")[2] == name] for name in (COMMON, BACKEND)}
-    sidecar_files = {}
-    for name, paths in paths_by_name.items() if paths_by_name[BACKEND] else ():
-        try:
-            if len(paths) == 1:
-                path = directory.absolute() / paths[0]
-                sidecar_files[name] = Object(str(path), 0, _status(path).nbytes)
-            elif paths:
-                sidecar_files[name] = Object(problem=f"is not read: {names(paths)} are two of a kind")
-        except SourceError as error:
-            sidecar_files[name] = Object(problem=f"is not read: {error.message}")
-    return sidecar_files
 
 
 class _DCPFiles:
@@ -186,41 +157,44 @@ class _DCPFiles:
 
     def _without_header(self, names: Sequence[str], first: int) -> dict[str, SourceFile]:
         """Read the heads of the items in files of PyTorch; the files' header numbers start at `first`."""
-        paths = [self._directory.absolute() / file for file in names]
-        states = list(map_ordered(_status, paths, workers_at(paths)))
+        ordered = [self._directory.absolute() / file for file in names]
+        paths = dict(zip(names, map(str, ordered), strict=True))
+        states = dict(zip(names, map_ordered(status_of, ordered, workers_at(ordered)), strict=True))
         faults = Faults(str(self._directory))
-        for file, status in zip(names, states, strict=True):
-            self._check_ranges(file, status, faults)
+        for file, status in states.items():
+            self._check_ranges(file, status.nbytes, faults)
         faults.raise_if_any(SourceError)
-        tensors = {file: [each for each in self._items[file] if each[0] in self._metadata.tensors] for file in names}
+        is_tensor = self._metadata.tensors.__contains__
+        tensors = {file: [(name, item) for name, item in self._items[file] if is_tensor(name)] for file in names}
         spans = {
-            Span(str(path), item.begin, item.nbytes): None  # many boxes may claim the same item; read it once
-            for file, path in zip(names, paths, strict=True)
+            Span(paths[file], item.begin, item.nbytes): None  # many boxes may claim the same item; read it once
+            for file in names
             for _, item in tensors[file]
             if not item.encoding
         }
         heads = dict(zip(spans, read_items([*spans]), strict=True))
         files = {}
-        for number, (file, path, status) in enumerate(zip(names, paths, states, strict=True), first):
-            entries = self._entries_of(str(path), tensors[file], heads)
-            index = FileIndex(DCP_ITEMS, entries, header_id=number, sums=self._sums(self._items[file]))
-            files[file] = SourceFile(str(path), status.nbytes, status.mtime_ns, index, status.change)
+        for number, file in enumerate(names, first):
+            path, status = paths[file], states[file]
+            entries = self._entries_of(path, tensors[file], heads)
+            plain = (ZipPart(name, item.begin, item.nbytes) for name, item in self._items[file] if not item.encoding)
+            index = FileIndex(DCP_ITEMS, entries, header_id=number, sums=Archives(tuple(dict.fromkeys(plain))))
+            files[file] = SourceFile(path, status.nbytes, status.mtime_ns, index, status.change)
         return files
 
-    def _check_ranges(self, file: str, status: Status, faults: Faults) -> None:
+    def _check_ranges(self, file: str, nbytes: int, faults: Faults) -> None:
         """Add a fault if items lie outside a file, or overlap: these would read the same bytes several times."""
         ranges = sorted({(item.begin, item.begin + item.nbytes) for _, item in self._items[file]})
         end = max(end for _, end in ranges)
-        if end > status.nbytes:
-            faults.add(file, truncated_text(status.nbytes, end), code="truncated", hint=COPY_AGAIN)
+        if end > nbytes:
+            faults.add(file, truncated_text(nbytes, end), code="truncated", hint=COPY_AGAIN)
         for (begin, end), (next_begin, _) in pairwise(ranges):
             if end > next_begin:
-                faults.add(
-                    file,
+                fault = (
                     f"has an item at bytes {begin} to {end} and another from {next_begin} on, by "
-                    f"{self._metadata.described_by}, which may be of another checkpoint",
-                    code="overlapping-items",
+                    f"{self._metadata.described_by}, which may be of another checkpoint"
                 )
+                faults.add(file, fault, code="overlapping-items")
                 break
 
     def _entries_of(
@@ -229,7 +203,10 @@ class _DCPFiles:
         """Record the entry of each item of a tensor in a file; return those that can be read, by name."""
         read = [(name, item, heads[Span(path, item.begin, item.nbytes)]) for name, item in items if not item.encoding]
         if items and all(item.encoding == STREAM for _, item in items):
-            stream_entries = self._read_streams(path, items)
+            from reshard.formats.dcp.zstd import read_streams  # not on every start
+
+            sized = [((item.begin, item.nbytes), self._metadata.nbytes(name)) for name, item in items]
+            self.streams[path], stream_entries = read_streams(path, sized)
             read = [(name, item, entry) for (name, item), entry in zip(items, stream_entries, strict=True)]
         entries: dict[str, Entry] = {}
         for name, item, entry in read:
@@ -238,42 +215,19 @@ class _DCPFiles:
                 entries[f"{name} {item.offsets}" if name in entries else name] = entry
         return entries
 
-    def _sums(self, items: Sequence[tuple[str, Item]]) -> Sums:
-        """Return the checksums in the items of a file; for encodings other than zstd, none are known."""
-        parts = {ZipPart(name, item.begin, item.nbytes): item.encoding for name, item in items}
-        plain = Archives(tuple(part for part, encoding in parts.items() if not encoding))
-        streams = [part for part, encoding in parts.items() if encoding == STREAM]
-        if not streams:
-            return plain
-        from reshard.formats.dcp.zstd import StreamArchives  # not on every start
-
-        metadata = self._metadata
-        most = ((part, metadata.nbytes(part.name) if part.name in metadata.tensors else None) for part in streams)
-        return StreamArchives(plain, tuple(most))
-
-    def _read_streams(self, path: str, items: Sequence[tuple[str, Item]]) -> list[Entry | str]:
-        """Read the heads of the items of a file of zstd streams, and record how to decode them."""
-        from reshard.formats.dcp.zstd import read_streams  # not on every start
-
-        sized = [((item.begin, item.nbytes), self._metadata.nbytes(name)) for name, item in items]
-        self.streams[path], entries = read_streams(path, sized)
-        return entries
-
     def decoding(self) -> Decoding | None:
         """Return how to decode the files; None if all are plain."""
         if not self.streams:
             return None
-        from reshard.kits.chunks.decoding import Decoding  # not on every start
+        from reshard.formats.dcp.zstd import decoded_bytes  # not on every start
+        from reshard.kits.chunks.decoding import Decoding
 
         cache_bytes = 0
         for name, declared in self._metadata.tensors.items():
-            paths = {self.files[self.numbers[item.file]].path for item in self._metadata.items.get(name, ())}
-            units = [self.streams[path] for path in paths if path in self.streams]
-            if units:
-                largest = max(unit.opened_bytes(self._metadata.nbytes(name)) for unit in units)
-                cache_bytes = max(cache_bytes, min(_side_by_side(declared) * largest, max(_MOST_HELD, largest)))
-        opening = max(unit.opening_bytes for unit in self.streams.values())
-        return Decoding(self.streams, cache_bytes, opening)
+            if any(item.encoding == STREAM for item in self._metadata.items.get(name, ())):
+                nbytes = decoded_bytes(self._metadata.nbytes(name))
+                cache_bytes = max(cache_bytes, min(_side_by_side(declared) * nbytes, max(_MOST_HELD, nbytes)))
+        return Decoding(self.streams, cache_bytes, max(unit.opening_bytes for unit in self.streams.values()))
 
     def entry(self, item: Item) -> Entry:
         """Return the entry of a box in a file; raise `SourceError` if it cannot be read."""
@@ -285,33 +239,10 @@ class _DCPFiles:
 
 
 def _side_by_side(declared: DeclaredTensor) -> int:
-    """Return the most boxes of a tensor that share a row along its first dimension longer than 1.
-
-    A band of rows is read from all of them in turn. Replicas count once.
-    """
-    axis = next((axis for axis, extent in enumerate(declared.shape) if extent > 1), None)
-    if axis is None:
-        return 1
-    ends = sorted(
-        end
-        for start, extents in declared.boxes
-        for end in ((start[axis], 1), (start[axis] + extents[axis], -1))
-        if extents[axis]
-    )
-    return max(accumulate(change for _, change in ends), default=1)
-
-
-def _status(path: Place) -> Status:
-    """Return the state of a file; evict an older file of this name that is held open."""
-    any_store().size(str(path))
-    return path.status()
-
-
-def rank_of(path: str) -> int:
-    """Return the rank that wrote a file, from its name; 0 if the name has no rank."""
-    name = path.rpartition("/")[2]
-    match = next(filter(None, (pattern.fullmatch(name) for pattern in DCP_FILES.values())), None)
-    return int(match[1]) if match and match[1] else 0
+    """Return how many boxes of a tensor share their rows: a band of rows is read from all of them in turn."""
+    axis = next((axis for axis, extent in enumerate(declared.shape) if extent > 1), 0)
+    starts = Counter(start[axis : axis + 1] for start, extents in declared.boxes if all(extents))
+    return max(starts.values(), default=1)
 
 
 def _has_header(path: Place, items: Sequence[Item]) -> bool:
@@ -326,7 +257,7 @@ def _has_header(path: Place, items: Sequence[Item]) -> bool:
 
 def _tensor(name: str, declared: DeclaredTensor, metadata: DCPMetadata, files: _DCPFiles, block_list: Blocks) -> Tensor:
     """Return a tensor; raise `SourceError` if it cannot be read."""
-    blocks = []
+    blocks: list[tuple[Block, Extent]] = []
     dtypes = {declared.dtype: BY_NAME[declared.dtype]} if declared.dtype else {}
     offsets_by_location: dict[tuple[str, str, int], Shape] = {}
     for item in metadata.items.get(name, ()):
@@ -338,21 +269,16 @@ def _tensor(name: str, declared: DeclaredTensor, metadata: DCPMetadata, files: _
         shape = () if not declared.shape and entry.shape == (1,) else entry.shape
         if (item.offsets, shape) not in declared.boxes:
             expected = [shape_text(extents) for offsets, extents in sorted(declared.boxes) if offsets == item.offsets]
-            location = f"at {shape_text(item.offsets)} in {item.file}"
             raise SourceError(
-                f"has shape {shape_text(shape)} {location}; expected {names(expected) or 'no box'}", code="wrong-shape"
-            )
-        block, number = _block(item.offsets, shape), files.numbers[item.file]
+                f"has shape {shape_text(shape)} at {shape_text(item.offsets)} in {item.file}; expected "
+                f"{names(expected) or 'no box'}", code="wrong-shape",
+            )  # fmt: skip
         dtypes[entry.dtype.name] = entry.dtype
-        extent = Extent(number, entry.runs, entry.strides)
-        if name not in metadata.flat:
+        block, extent = _block(item.offsets, shape), Extent(files.numbers[item.file], entry.runs, entry.strides)
+        if name in metadata.flat:
+            blocks += _unflattened(declared.shape, metadata.flat[name], block, extent, entry.dtype.itemsize)
+        else:
             blocks.append((block, extent))
-            continue
-        begin, width, step = 0, entry.dtype.itemsize, (extent.strides or (1,))[-1]
-        for part in _unflattened(declared.shape, metadata.flat[name], block):
-            strides = tuple(step * stride for stride in row_major(part.shape))
-            blocks.append((part, laid(extent, begin * step * width, part.shape, strides, width)))
-            begin += part.size
     if not dtypes:
         raise SourceError(f"is in no file according to {metadata.described_by}", code="missing-blocks")
     if len(dtypes) > 1:
@@ -368,8 +294,10 @@ def _block(offsets: Shape, shape: Shape) -> Block:
     return Block(offsets, tuple(map(add, offsets, shape)))
 
 
-def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
-    """Return the boxes of a tensor in a block of the flat form that Megatron-Core before 0.14 stores.
+def _unflattened(
+    stored: Shape, shape: Shape, block: Block, extent: Extent, itemsize: int
+) -> Iterator[tuple[Block, Extent]]:
+    """Yield the boxes of a tensor in a block of the flat form that Megatron-Core before 0.14 stores.
 
     A tensor whose ranks have equal parts is stored as a grid of the parts. The elements of each part lie in row-major
     order along one more dimension, which may be cut anywhere.
@@ -378,25 +306,32 @@ def _unflattened(stored: Shape, shape: Shape, block: Block) -> list[Block]:
         stored: the shape of the grid, and the number of elements of a part.
         shape: the shape of the tensor.
         block: a block of the flat form, within one part.
+        extent: its place in a file.
+        itemsize: the bytes of an element.
 
-    >>> [str(box) for box in _unflattened((2, 1, 30), (6, 10), Block((1, 0, 17), (2, 1, 30)))]
+    >>> boxes = _unflattened((2, 1, 30), (6, 10), Block((1, 0, 17), (2, 1, 30)), Extent(0, ((0, 52),)), 4)
+    >>> [str(box) for box, _ in boxes]
     ['[4:5, 7:10]', '[5:6, 0:10]']
     """
     grid = stored[:-1]
-    if len(grid) != len(shape) or any(not count or extent % count for extent, count in zip(shape, grid, strict=True)):
+    if len(grid) != len(shape) or any(not count or size % count for size, count in zip(shape, grid, strict=True)):
         raise SourceError(
             f"is a grid of {shape_text(grid)} parts, which do not divide {shape_text(shape)}", code="not-divisible"
         )
-    part = tuple(extent // count for extent, count in zip(shape, grid, strict=True))
-    if prod(part) != stored[-1] or any(extent > 1 for extent in block.shape[:-1]):
+    part = tuple(size // count for size, count in zip(shape, grid, strict=True))
+    if prod(part) != stored[-1] or any(size > 1 for size in block.shape[:-1]):
         raise SourceError(
             f"has parts of {shape_text(part)} in {stored[-1]} elements, or several in a block", code="wrong-shape"
         )
-    at = tuple(number * extent for number, extent in zip(block.start, part, strict=False))
-    return [
-        Block(tuple(map(add, at, box.start)), tuple(map(add, at, box.stop)))
-        for box in flat_boxes(part, block.start[-1], block.stop[-1])
-    ]
+    at = tuple(number * size for number, size in zip(block.start, part, strict=False))
+    begin, step = 0, (extent.strides or (1,))[-1]
+    for box in flat_boxes(part, block.start[-1], block.stop[-1]):
+        strides = tuple(step * stride for stride in row_major(box.shape))
+        yield (
+            Block(tuple(map(add, at, box.start)), tuple(map(add, at, box.stop))),
+            laid(extent, begin * step * itemsize, box.shape, strides, itemsize),
+        )
+        begin += box.size
 
 
 def _warnings(directory: Place, listing: Sequence[str], metadata: DCPMetadata, files: _DCPFiles) -> Iterator[str]:
@@ -407,11 +342,9 @@ def _warnings(directory: Place, listing: Sequence[str], metadata: DCPMetadata, f
                 f"{names(newer, most=3)} changed after {DCP_INDEX}, which comes last: copied in that order, or saving "
                 "another checkpoint here was interrupted"
             )
-    data_paths = [
-        path for path in listing if any(pattern.fullmatch(path.rpartition("/")[2]) for pattern in DCP_FILES.values())
-    ]
-    if unnamed_paths := sorted(path for path in data_paths if path not in files.numbers):
-        yield f"{metadata.described_by} does not name {names(unnamed_paths, most=3)}, which is not read"
+    data = (path for path in listing if any(is_data_of(kind, path.rpartition("/")[2]) for kind in DCP_FILES))
+    if unnamed := sorted(path for path in data if path not in files.numbers):
+        yield f"{metadata.described_by} does not name {names(unnamed, most=3)}, which is not read"
     if unfinished := sorted(name for name in listing if name.endswith(".metadata.tmp")):
         yield f"{unfinished[0]} is there: saving another checkpoint here was interrupted, which may have replaced files"
     if several := [name for name in metadata.objects if len(metadata.items.get(name, ())) > 1]:

@@ -3,7 +3,7 @@
 Only `.metadata` is rewritten; sidecar files are copied.
 
 Names are only in `.metadata`, so tensors and objects can be renamed, left out, or combined from several DCPs; this
-takes time independent of the data size. Carried items are not decoded: encoded items, objects, buckets of Megatron's
+takes time independent of the data size. Carried items are not decoded: zstd streams, objects, buckets of Megatron's
 optimizer. A file is linked if any of its items is carried.
 
 Source: PyTorch 2.13 `distributed/checkpoint/filesystem.py`.
@@ -11,34 +11,26 @@ Source: PyTorch 2.13 `distributed/checkpoint/filesystem.py`.
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
-from collections import Counter
-from itertools import chain
-from math import prod
-from operator import add
 from typing import TYPE_CHECKING
 
-from reshard.core.layout.block import Block, cover_fault, shape_text
 from reshard.core.listing import Listing
 from reshard.core.model.entries import FileLayout
 from reshard.core.model.holdings import leave_out
 from reshard.core.model.objects import problems
 from reshard.core.storage.places import as_place, can
-from reshard.core.target import Target, TargetFile, literal
+from reshard.core.target import Target, TargetFile
 from reshard.dtypes import BY_NAME
-from reshard.errors import Option, SourceError, Text, UsageError, bytes_text, names
+from reshard.errors import Option, SourceError, Text, UsageError, bytes_text
 from reshard.formats.dcp.metadata import WHOLE_SHAPE, DCPMetadata
-from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, FILES, parts_below
-from reshard.formats.dcp.reader import rank_of
-from reshard.formats.dcp.writer import DCPTarget
-from reshard.formats.dcp.written_metadata import ListedTensor, metadata
+from reshard.formats.dcp.names import DCP_FILES, DCP_INDEX, DCP_ITEMS, rank_of
+from reshard.formats.dcp.sidecars import target_files
+from reshard.formats.dcp.writer import DCPTarget, ListedTensor, metadata
 from reshard.kits.torch.carried import followed, nested, old_names, read_carried
 from reshard.kits.torch.saved_tensors import torch_dtype
 from reshard.strategy.names import matches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Checkpoint
@@ -46,12 +38,10 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Request
     from reshard.core.storage.places import Place
     from reshard.core.target import TargetInputs
-    from reshard.formats.dcp.metadata import DeclaredTensor, Item
+    from reshard.formats.dcp.metadata import Item
     from reshard.kits.torch.carried import KeyPath
 
 _ITEM_BYTES = 2000  # resident memory of an item: metadata read twice, and written
-_ENCODING = re.compile(r"[\w.]{1,64}/\d{1,4}")
-
 _COPY = "make a copy, without links"
 
 
@@ -77,10 +67,7 @@ class Relinked(Target):
         source, request, _, _, objects, faults = inputs
         directory, source_metadata = _metadata_of(source)
         if not objects.keys() <= source_metadata.tensors.keys() | source_metadata.objects.keys():
-            raise SourceError(
-                f"{directory / source_metadata.described_by} changed since it was opened", code="source-changed",
-                hint="run the command again",
-            )  # fmt: skip
+            raise _changed(directory / source_metadata.described_by)
         carried, dropped = {}, []
         for old, new in objects.items():
             if old in source.unreadable and matches(old, request.selection.drop):
@@ -94,21 +81,20 @@ class Relinked(Target):
         old_paths = source_metadata.paths
         new_paths = {new: followed(old_paths[old], old, new) for new, old in carried.items() if old in old_paths}
         paths = nested(new_paths, faults)
-        sidecar_files = read_carried(source.extras.beside, faults)
+        sidecars = read_carried(source.extras.beside, faults)
         faults.raise_if_any(SourceError)
         files = _Links(source, directory)
         entries = [_listed_tensor(new, old, source_metadata, paths.get(new), files) for new, old in carried.items()]
         flat_shapes = source_metadata.flat
         flat = {new: {WHOLE_SHAPE: flat_shapes[old]} for new, old in carried.items() if old in flat_shapes}
         content = metadata(entries, {"mcore_data": flat} if flat else {})
-        copies = [TargetFile(0, name, literal(file_bytes)) for name, file_bytes in sidecar_files.items()]
-        index = TargetFile(0, DCP_INDEX, literal(content), publish="index")
+        last_files = target_files(0, "", {**sidecars, DCP_INDEX: content})
         self.dropped = tuple(dropped)
         self.ranks = tuple(sorted({link.rank for link in files.links.values()}))
         self.memory: tuple[Share, ...] = (
             ("metadata", _ITEM_BYTES * sum(len(file.index.entries) for file in source.files)),
         )
-        self._files = (*files.links.values(), *copies, index)
+        self._files = (*files.links.values(), *last_files)
         self._warnings = (files.shared(), *_warnings(source, carried))
 
     @classmethod
@@ -143,16 +129,12 @@ def _metadata_of(source: Checkpoint) -> tuple[Place, DCPMetadata]:
         raise UsageError(f"no file can be linked at a URL such as {directory}", code="not-linkable", hint=_COPY)
     if source.file_format != DCP_ITEMS:
         problem = f"has {source.file_format} files, which hold names" if source.extras.described_by else "is not a DCP"
-        raise UsageError(
-            f"{directory} {problem}",
-            code="not-a-dcp",
-            facts=["links need a DCP as PyTorch writes it by default"],
-            hint=_COPY,
-        )
-    entries = directory.names()
-    if not FILES.shown_by(Listing(directory, entries)):
-        entries = parts_below(directory, entries)
-    return directory, DCPMetadata(directory, entries)
+        facts = ["links need a DCP as PyTorch writes it by default"]
+        raise UsageError(f"{directory} {problem}", code="not-a-dcp", facts=facts, hint=_COPY)
+    found = source.format.find(Listing(directory)) if source.format else None
+    if found is None:
+        raise _changed(directory)
+    return directory, DCPMetadata(directory, found.files)
 
 
 class _Links:
@@ -164,60 +146,44 @@ class _Links:
 
     def __init__(self, source: Checkpoint, directory: Place) -> None:
         self._sizes = {file.path: file.nbytes for file in source.files}
-        self._source, self._root = source, directory
-        self._names: dict[str, str] = {}
-        self._linked_bytes: dict[str, int] = {}
+        self._root = directory
+        self._linked_bytes = 0
+        self._names: set[str] = set()
         self.links: dict[str, TargetFile] = {}
 
     def linked(self, item: Item) -> Item:
         """Link the file of an item, and return the item in the target."""
         link = self.links.get(item.file) or self._link(item.file)
-        self._linked_bytes[item.file] = self._linked_bytes.get(item.file, 0) + item.nbytes
+        self._linked_bytes += item.nbytes
         return item._replace(file=link.path)
-
-    def ordered(self, name: str, items: Sequence[Item]) -> list[Item]:
-        """Sort the items of a tensor: items with bytes first, then empty items."""
-        tensor, begins = self._source.tensors[name], dict[str, list[int]]()
-        for at in chain.from_iterable(tensor.sharding.replicas):
-            runs = (begin for begin, nbytes in tensor.runs[at.runs_index] if nbytes)
-            begins.setdefault(self._source.files[at.file].path, []).extend(runs)
-        sorted_begins = {path: sorted(file_begins) for path, file_begins in begins.items()}
-
-        def is_empty(item: Item) -> bool:
-            file_begins = sorted_begins.get(str(self._root.absolute() / item.file), [])
-            first = bisect_left(file_begins, item.begin)
-            return first == len(file_begins) or file_begins[first] >= item.begin + item.nbytes
-
-        return sorted(items, key=is_empty)
 
     def _link(self, file: str) -> TargetFile:
         path = str(self._root.absolute() / file)
         if path not in self._sizes:
-            raise SourceError(
-                f".metadata did not name {path} when it was opened", code="source-changed",
-                hint="run the command again",
-            )  # fmt: skip
+            raise _changed(path)
         name = file.replace("/", "")  # includes the directory if there are several DCPs, so that names are unique
-        linked_file = self._names.setdefault(name, file)
-        if linked_file != file or not DCP_FILES["_StorageInfo"].fullmatch(name) or not name.isprintable():
+        if name in self._names or not DCP_FILES["_StorageInfo"].fullmatch(name) or not name.isprintable():
             raise SourceError(
                 f"{file} in {self._root} cannot be linked as {name!r}", code="bad-name",
                 hint="rename the directory that it is in",
             )  # fmt: skip
+        self._names.add(name)
         self.links[file] = link = TargetFile(rank_of(file), name, FileLayout(self._sizes[path], ()), link=path)
         return link
 
     def shared(self) -> str:
         """Return the warning that linked files share their bytes with the source."""
         size = sum(link.layout.size for link in self.links.values())
-        idle = size - sum(self._linked_bytes.values())
-        rest = (
-            f"; {bytes_text(idle)} of their {bytes_text(size)} belong to no listed tensor or object" if idle > 0 else ""
-        )
+        idle = size - self._linked_bytes
+        unused = f"; {bytes_text(idle)} of their {bytes_text(size)} belong to no listed tensor or object"
         return (
             f"data files are links: what is changed in place in {self._root} is changed in the target, too, unless "
-            f"the file system made copy-on-write clones{rest}"
+            f"the file system made copy-on-write clones{unused if idle > 0 else ''}"
         )
+
+
+def _changed(path: object) -> SourceError:
+    return SourceError(f"{path} changed since it was opened", code="source-changed", hint="run the command again")
 
 
 def _fault(name: str, source_metadata: DCPMetadata, reason: str | None) -> SourceError | None:
@@ -228,49 +194,18 @@ def _fault(name: str, source_metadata: DCPMetadata, reason: str | None) -> Sourc
         source_metadata: the source's metadata.
         reason: why it is not readable, or None.
     """
-    items = source_metadata.items.get(name, [])
-    if any(not _ENCODING.fullmatch(encoder) for item in items for encoder in item.encoding):
-        return SourceError(f"has the unknown encoding {names(items[0].encoding, most=3)}", code="unknown-encoding")
+    if reason is not None:
+        return SourceError(reason, code="unreadable-tensor", hint=leave_out(name, reason))
     if name in source_metadata.objects:
-        return None if items else SourceError("is in no file", code="missing-object")
+        return None if source_metadata.items.get(name) else SourceError("is in no file", code="missing-object")
     tensor = source_metadata.tensors[name]
-    is_encoded = any(item.encoding for item in items)
-    drop = leave_out(name, reason or "")
-    if reason is not None and not is_encoded:
-        return SourceError(reason, code="unreadable-tensor", hint=drop)
     if not tensor.dtype:
-        return SourceError("has an unknown dtype", code="unknown-dtype", hint=drop)
-    extents = _extents(tensor)
-    if any(item.offsets not in extents for item in items):
-        return SourceError("has bytes at offsets where it has no box", code="corrupt")
-    return _encoded_fault(name, tensor, items) if is_encoded else None
-
-
-def _encoded_fault(name: str, tensor: DeclaredTensor, items: Sequence[Item]) -> SourceError | None:
-    """Return an error if the encoded items of a tensor do not cover it, or None."""
-    if unclear := sorted(_ambiguous_offsets(tensor, items)):
-        return SourceError(
-            f"has encoded boxes of several sizes at {shape_text(unclear[0])}, which cannot be told apart",
-            code="ambiguous-boxes", hint=Text(f"{_COPY}, or leave it out with ", Option("exclude", name)),
-        )  # fmt: skip
-    extents = _extents(tensor)
-    boxes = {Block(at, tuple(map(add, at, extents[at]))) for at in {item.offsets for item in items}}
-    fault = cover_fault(tensor.shape, boxes)
-    return None if fault is None else SourceError(fault, code="not-covered")
-
-
-def _extents(tensor: DeclaredTensor) -> dict[Shape, Shape]:
-    """Return the extents of the box at each offset; non-empty boxes win over empty."""
-    return dict(sorted(tensor.boxes, key=lambda box: prod(box[1])))
-
-
-def _ambiguous_offsets(tensor: DeclaredTensor, items: Sequence[Item]) -> set[Shape]:
-    """Return the offsets with several items and boxes of different extents.
-
-    All boxes at an offset but one are empty.
-    """
-    counts = Counter(offsets for offsets, _ in tensor.boxes)
-    return {offsets for offsets, n in Counter(item.offsets for item in items).items() if n > 1 and counts[offsets] > 1}
+        return SourceError("has an unknown dtype", code="unknown-dtype", hint=leave_out(name, ""))
+    if len(dict(tensor.boxes)) < len(tensor.boxes):
+        fault = "has boxes of several sizes at one offset, which cannot be told apart"
+        hint = Text(f"{_COPY}, or leave it out with ", Option("exclude", name))
+        return SourceError(fault, code="ambiguous-boxes", hint=hint)
+    return None
 
 
 def _listed_tensor(
@@ -281,12 +216,10 @@ def _listed_tensor(
     if old in source_metadata.objects:
         return ListedTensor(new, None, (), [(files.linked(items[0]), ())], path)
     tensor = source_metadata.tensors[old]
-    if _ambiguous_offsets(tensor, items):
-        items = files.ordered(old, items)
     first: dict[Shape, Item] = {}  # ranks with separate metadata may list the same box
     for item in items:
         first.setdefault(item.offsets, item)
-    extents = _extents(tensor)
+    extents = dict(tensor.boxes)
     parts = [(files.linked(item), extents[offsets]) for offsets, item in first.items()]
     return ListedTensor(new, torch_dtype(old, BY_NAME[tensor.dtype]), tensor.shape, parts, path)
 
@@ -295,6 +228,4 @@ def _warnings(source: Checkpoint, carried: Mapping[str, str]) -> Iterator[str]:
     """Yield warnings about carried data; `carried` maps new names to old names."""
     for name, problem in problems(source.extras.beside).items():
         yield f"{name} {problem}, and left out"
-    if unread := sorted(set(carried.values()) & source.unreadable.keys()):
-        yield f"carried as they are, and not looked into: {names(unread, most=3)}"
     yield from old_names(source, carried, carried.values())

@@ -6,9 +6,15 @@ Each block is an item, the output of `torch.save` (`saved_tensors`), and the ite
 `__RANK_NUMBER.distcp`. A block that several ranks hold is stored once, balanced over the ranks. Empty blocks of
 non-empty tensors are left out. Texts are objects in the file of the first rank. Objects of a source DCP are carried
 byte for byte into the same file, and Megatron-Core's sidecar files into files of the same names. If a target for
-Megatron-Core has no sidecar files to carry, they are made (`megatron`).
+Megatron-Core has no sidecar files to carry, they are made (`sidecars`).
 
 PyTorch loads such a checkpoint into any mesh, with any blocks. Nothing in it depends on the machine that wrote it.
+
+`.metadata` is a pickle that lists the contents and the byte ranges that store them. PyTorch finds tensors and objects
+by name; `planner_data` are the paths at which `dcp_to_torch_save` nests them.
+
+Sources: PyTorch 2.13 `distributed/checkpoint/{metadata,filesystem,planner_helpers}.py`, and files that it wrote
+(`tests/data/dcp`).
 """
 
 from __future__ import annotations
@@ -23,16 +29,17 @@ from reshard.core.layout.replicas import by_size
 from reshard.core.model.entries import Content, Crc, FileLayout
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal
 from reshard.errors import UsageError
-from reshard.formats.dcp.megatron import HOW_TO_LOAD, check_objects, files_beside, is_for_megatron
 from reshard.formats.dcp.metadata import Item
 from reshard.formats.dcp.names import DCP_INDEX, TRACKER
-from reshard.formats.dcp.written_metadata import ListedTensor, metadata
+from reshard.formats.dcp.sidecars import HOW_TO_LOAD, check_objects, is_for_megatron, new_sidecars, target_files
 from reshard.formats.ranks.writer import fitted
 from reshard.kits.torch.carried import Carried, nested
+from reshard.kits.torch.pickles import Name
+from reshard.kits.torch.pickling import Call, Instance, Items, pickled
 from reshard.kits.torch.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Checkpoint
@@ -41,6 +48,17 @@ if TYPE_CHECKING:
     from reshard.core.target import Assigned, TargetInputs, TargetTensor
 
 _ITEM_BYTES = 2050  # resident memory of a block in a file's layout and in the metadata, as measured
+_VERSION = "1.0.0"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_SIZE = Name("torch", "Size")
+_INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_INDEX = Name(_METADATA, "MetadataIndex")
+_CHUNK = Name(_METADATA, "ChunkStorageMetadata")
+_TENSOR = Name(_METADATA, "TensorStorageMetadata")
+_OBJECT = Name(_METADATA, "BytesStorageMetadata")
+_PROPERTIES = Name(_METADATA, "TensorProperties")
+_STRIDED = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+_CONTIGUOUS = Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
 
 
 class _FileKey(NamedTuple):
@@ -85,11 +103,12 @@ class DCPTarget(Target):
         self._carried = Carried(source, {item.name: item.tensor.spec.name for item in items}, objects, faults)
         self._paths = nested(self._carried.paths or {}, faults)
         self.carried = self._carried.names
-        self._sidecar_files, self._is_made = self._carried.beside, False
-        if not self._sidecar_files and is_for_megatron(source, files.step):
+        self._sidecars = self._carried.beside
+        self._has_new_sidecars = not self._sidecars and is_for_megatron(source, files.step)
+        if self._has_new_sidecars:
             texts = {item.tensor.spec.name: item.name for item in items if item.tensor.text is not None}
             check_objects({**texts, **objects}.items(), faults)
-            self._sidecar_files, self._is_made = files_beside(files.step, (item.name for item in items)), True
+            self._sidecars = new_sidecars(files.step, (item.name for item in items))
         self.memory: tuple[Share, ...] = (
             ("items", _ITEM_BYTES * (sum(map(len, self._files.values())) + len(objects))),
             ("objects", self._carried.nbytes),
@@ -118,55 +137,40 @@ class DCPTarget(Target):
 
     def files(self, assigned: Sequence[Assigned], texts: Sequence[TargetTensor]) -> tuple[TargetFile, ...]:
         """Lay out every file, and make the metadata that list the items."""
-        files = [_FileContents() for _ in self._data_files]
+        contents = [_FileContents(data_file.path) for data_file in self._data_files]
         parts: dict[str, list[tuple[Item, Shape]]] = {}
         for item in texts:
             content = Content(item.name, item.dtype, (), item.tensor.text)
-            begin, nbytes = files[0].add(content, saved_text(item.tensor.text or ""))
-            parts[item.name] = [(Item((), self._data_files[0].path, begin, nbytes), ())]
-        for name, content_bytes in self._carried.objects.items():
-            begin, nbytes = files[0].add(None, Saved(len(content_bytes), ((0, content_bytes),)))
-            parts[name] = [(Item((), self._data_files[0].path, begin, nbytes), ())]
+            parts[item.name] = [(contents[0].add((), content, saved_text(item.tensor.text or "")), ())]
+        for name, carried in self._carried.objects.items():
+            parts[name] = [(contents[0].add((), None, Saved(len(carried), ((0, carried),))), ())]
         for item, target in assigned:
             parts[item.name] = []
             for block, (number,) in zip(target.blocks, target.files, strict=True):
-                shape = block.shape
-                begin, nbytes = files[number].add(
-                    Content(item.name, item.dtype, shape), saved_tensor(item.dtype, shape)
-                )
-                part = Item(block.start, self._data_files[number].path, begin, nbytes)
-                parts[item.name].append((part, shape))
-        paths = {} if self._is_made else self._paths
-        entries = [
-            ListedTensor(
-                item.name,
-                torch_dtype(item.name, item.dtype) if item.tensor.text is None else None,
-                item.tensor.spec.shape,
-                parts[item.name],
-                paths.get(item.name),
-            )
-            for item in self._items
-            if item.name in parts
-        ]
+                content = Content(item.name, item.dtype, block.shape)
+                part = contents[number].add(block.start, content, saved_tensor(item.dtype, block.shape))
+                parts[item.name].append((part, block.shape))
+        paths = {} if self._has_new_sidecars else self._paths
+        entries = []
+        for item in self._items:
+            if item.name in parts:
+                dtype = torch_dtype(item.name, item.dtype) if item.tensor.text is None else None
+                shape = item.tensor.spec.shape
+                entries.append(ListedTensor(item.name, dtype, shape, parts[item.name], paths.get(item.name)))
         entries += [ListedTensor(name, None, (), parts[name], paths.get(name)) for name in self._carried.objects]
-        target_files = [
+        files = [
             TargetFile(data_file.rank, f"{self._directory}{data_file.path}", file.layout())
-            for data_file, file in zip(self._data_files, files, strict=True)
+            for data_file, file in zip(self._data_files, contents, strict=True)
         ]
-        last_files = {f"{self._directory}{name}": file_bytes for name, file_bytes in self._sidecar_files.items()}
-        last_files[f"{self._directory}{DCP_INDEX}"] = metadata(entries, {})
-        target_files += [
-            TargetFile(self.ranks[0], path, literal(file_bytes), publish="index")
-            for path, file_bytes in last_files.items()
-        ]
+        files += target_files(self.ranks[0], self._directory, {**self._sidecars, DCP_INDEX: metadata(entries, {})})
         if self._step is not None:
             tracker = literal(f"{self._step}".encode())
-            target_files.append(TargetFile(self.ranks[0], TRACKER, tracker, publish="pointer"))
-        return tuple(target_files)
+            files.append(TargetFile(self.ranks[0], TRACKER, tracker, publish="pointer"))
+        return tuple(files)
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of carried data that contradict the target; say how Megatron-Core loads it."""
-        how_to_load = [HOW_TO_LOAD] if self._is_made and not self._carried.objects else []
+        how_to_load = [HOW_TO_LOAD] if self._has_new_sidecars and not self._carried.objects else []
         return (*self._carried.warnings(self._step), *how_to_load)
 
     def _assign_files(self, max_shard_size: int) -> dict[str, list[_FileKey]]:
@@ -192,14 +196,14 @@ class DCPTarget(Target):
 class _FileContents:
     """A data file under construction."""
 
-    def __init__(self) -> None:
-        self._size = 0
+    def __init__(self, path: str) -> None:
+        self._path, self._size = path, 0
         self._literals: list[tuple[int, bytes]] = []
         self._contents: list[Content] = []
         self._crcs: list[Crc] = []
 
-    def add(self, content: Content | None, saved: Saved) -> tuple[int, int]:
-        """Add an item, and return its offset and size; carried bytes have no content."""
+    def add(self, offsets: Shape, content: Content | None, saved: Saved) -> Item:
+        """Add an item, and return its storage entry; carried bytes have no content."""
         begin = self._size
         self._size += saved.nbytes
         self._literals += [(begin + offset, literal_bytes) for offset, literal_bytes in saved.literals]
@@ -207,7 +211,7 @@ class _FileContents:
             self._contents.append(content._replace(runs=tuple((begin + at, nbytes) for at, nbytes in saved.data)))
         for at, nbytes, places in saved.crcs:
             self._crcs.append(Crc(begin + at, nbytes, tuple(begin + place for place in places)))
-        return begin, saved.nbytes
+        return Item(offsets, self._path, begin, saved.nbytes)
 
     def layout(self) -> FileLayout:
         """Return the layout of the file."""
@@ -242,3 +246,61 @@ def _stored_blocks(grid: Grid) -> list[tuple[Block, tuple[int, ...]]]:
     """Return the non-empty blocks and their ranks, or an empty tensor's only block."""
     blocks = zip(grid.blocks, grid.ranks, strict=True)
     return [(block, ranks) for block, ranks in blocks if block.size or len(grid.blocks) == 1]
+
+
+class ListedTensor(NamedTuple):
+    """A tensor, or an object.
+
+    Attributes:
+        name: its name.
+        dtype: PyTorch's name of the dtype; None for an object.
+        shape: the shape of the whole tensor.
+        parts: its items, and the shape of the block in each.
+        path: its path in nested dicts and lists; None if it is not known.
+    """
+
+    name: str
+    dtype: Name | None
+    shape: Shape
+    parts: Sequence[tuple[Item, Shape]]
+    path: tuple[str | int, ...] | None
+
+
+def metadata(entries: Sequence[ListedTensor], extra_keys: Mapping[str, object]) -> bytes:
+    """Return the pickle of the metadata; `extra_keys` are additional keys of other programs."""
+    paths = [(entry.name, entry.path) for entry in entries if entry.path is not None]
+    state = {
+        "state_dict_metadata": Items((entry.name, _tensor_metadata(entry)) for entry in entries),
+        "planner_data": Items(paths) if paths else None,
+        "storage_data": Items(stored for entry in entries for stored in _storage_entries(entry)),
+        "storage_meta": None,
+        "version": _VERSION,
+        **extra_keys,
+    }
+    return pickled(Instance(Name(_METADATA, "Metadata"), state), 4)
+
+
+def _tensor_metadata(entry: ListedTensor) -> Instance:
+    """Return the metadata of a tensor or an object."""
+    if entry.dtype is None:
+        return Instance(_OBJECT, None)
+    properties = (entry.dtype, _STRIDED, False, _CONTIGUOUS, False)  # gradients, memory pinned
+    chunks = [Instance(_CHUNK, {"offsets": _size(item.offsets), "sizes": _size(shape)}) for item, shape in entry.parts]
+    size = _size(entry.shape)
+    return Instance(_TENSOR, {"properties": Instance(_PROPERTIES, properties), "size": size, "chunks": chunks})
+
+
+def _storage_entries(entry: ListedTensor) -> Iterator[tuple[Instance, Instance]]:
+    """Yield the storage entries of a tensor's blocks, or of an object."""
+    for number, (item, _) in enumerate(entry.parts):
+        index: dict[str, object] = {"fqn": entry.name, "index": None}
+        if entry.dtype is not None:
+            index |= {"index": number, "offset": _size(item.offsets)}
+        info: dict[str, object] = {"relative_path": item.file, "offset": item.begin, "length": item.nbytes}
+        if item.encoding:
+            info["transform_descriptors"] = list(item.encoding)
+        yield Instance(_INDEX, index), Instance(_INFO, info)
+
+
+def _size(extents: Shape) -> Call:
+    return Call(_SIZE, (extents,))

@@ -45,6 +45,13 @@ class Set(AnyFiles):
     extends = ("ranks",)
     encoding = "safetensors"
 
+    @property
+    def options(self) -> type[Options]:
+        """See `Format`."""
+        from reshard.formats.sets import options
+
+        return {"hf": options.HuggingFaceSet, "mindspore": options.MindSporeSet}[self.name]
+
     def target(self, options: Options) -> type[Target]:  # noqa: ARG002 -- all are of one kind
         """See `Format`."""
         from reshard.formats.ranks.writer import Ranks
@@ -96,13 +103,6 @@ class HuggingFace(Set):
             return ()
         return (Text("names are those of Megatron-Core; for Hugging Face's add ", Option("rules")),)
 
-    @property
-    def options(self) -> type[Options]:
-        """See `Format`."""
-        from reshard.formats.sets.options import HuggingFaceSet
-
-        return HuggingFaceSet
-
 
 class MindSpore(Set):
     """The files and the map of MindSpore's unified checkpoints."""
@@ -112,13 +112,6 @@ class MindSpore(Set):
     parts = (PARTS,)
     aliases = ("ms",)
     whole = "a unified set of MindSpore"
-
-    @property
-    def options(self) -> type[Options]:
-        """See `Format`."""
-        from reshard.formats.sets.options import MindSporeSet
-
-        return MindSporeSet
 
 
 FORMATS = (HuggingFace(), MindSpore())

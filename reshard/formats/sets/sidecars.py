@@ -15,7 +15,7 @@ from reshard.core.format import is_of_several
 from reshard.core.model.objects import contents
 from reshard.core.storage.places import as_place
 from reshard.core.storage.small import read_small
-from reshard.errors import SourceError, bytes_text, names
+from reshard.errors import SourceError, bytes_text
 from reshard.expressions.model_config import with_dtypes, without_quantization
 from reshard.kits.indexes import MODEL_CONFIG
 
@@ -47,8 +47,7 @@ class Sidecars:
 
     Attributes:
         contents: the bytes of each file, by name.
-        too_large: names of files that are left out because of their size.
-        outside: names of links to files outside the set, which are left out.
+        left_out: why other files are left out, by name.
     """
 
     def __init__(self, source: Checkpoint, items: Sequence[TargetTensor], *, are_wanted: bool = True) -> None:
@@ -63,8 +62,7 @@ class Sidecars:
             SourceError: a file cannot be read.
         """
         self.contents: dict[str, bytes] = {}
-        self.too_large: list[str] = []
-        self.outside: list[str] = []
+        self.left_out: dict[str, str] = {}
         is_renamed = source.origin is not None and source.origin.rules is not None
         if is_renamed or not are_wanted:
             return  # with rules the target is of another program
@@ -75,18 +73,17 @@ class Sidecars:
             if skipped.fullmatch(path.name):
                 continue
             if path.is_symlink() and path.real().parent not in {*own, path.parent.real()}:
-                self.outside.append(path.name)
+                self.left_out[path.name] = "outside the directory"
             elif path.status().nbytes > LARGEST:
-                self.too_large.append(path.name)
+                self.left_out[path.name] = f"more than {bytes_text(LARGEST)}"
             else:
                 self.contents[path.name] = read_small(path, "sidecar file", LARGEST, SourceError)
-        stored = {
-            name: item for name, item in first.extras.files.items() if is_sidecar(name) and not skipped.fullmatch(name)
-        }
-        self.contents |= contents(stored)
-        own_config = source.extras.model_config
-        if own_config:
-            self.contents[MODEL_CONFIG] = own_config
+        files = first.extras.files
+        self.contents |= contents(
+            {name: files[name] for name in filter(is_sidecar, files) if not skipped.fullmatch(name)}
+        )
+        if source.extras.model_config:
+            self.contents[MODEL_CONFIG] = source.extras.model_config
         if PARAMS in self.contents and is_dequantized:
             self.contents[PARAMS] = without_quantization(self.contents[PARAMS])
         if MODEL_CONFIG in self.contents:
@@ -96,7 +93,7 @@ class Sidecars:
     @property
     def names(self) -> set[str]:
         """Return the names of the files, and those that a warning names."""
-        return {*self.contents, *self.too_large, *self.outside}
+        return {*self.contents, *self.left_out}
 
     @property
     def nbytes(self) -> int:
@@ -104,9 +101,8 @@ class Sidecars:
         return sum(map(len, self.contents.values()))
 
     def warnings(self) -> list[str]:
-        """Return warnings about files that are too large, and about links."""
-        reasons = {f"more than {bytes_text(LARGEST)}": self.too_large, "outside the directory": self.outside}
-        return [f"{names(left)}: {why}, not copied beside the weights" for why, left in reasons.items() if left]
+        """Return warnings about files that are left out."""
+        return [f"{name}: {why}, not copied beside the weights" for name, why in self.left_out.items()]
 
 
 def is_sidecar(name: str) -> bool:
@@ -143,11 +139,9 @@ def _beside(source: Checkpoint) -> list[Place]:
     """Return the files to carry from the directory of a set; none if the checkpoint is not a set."""
     root = as_place(source.root)
     weights = {as_place(file.path) for _, file in source.stored_files}
-    in_root = {path.parent for path in weights} == {root.absolute()}
-    if not in_root or source.opening.by_file or {*source.ranks} != {0}:
+    is_one_of_ranks = source.strategy is not None and source.strategy.devices > 1
+    if source.opening.by_file or is_one_of_ranks or {*source.ranks} != {0}:
         return []
-    if source.strategy is not None and source.strategy.devices > 1:
-        return []  # the files of one rank of several
-    if any(path.suffix not in _WEIGHTS for path in weights):
+    if {path.parent for path in weights} != {root.absolute()} or not {path.suffix for path in weights} <= _WEIGHTS:
         return []
     return sorted(path for path in root.files(depth=1) if path.parent == root and _NAMES.fullmatch(path.name))
