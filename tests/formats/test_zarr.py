@@ -24,7 +24,7 @@ from reshard.core.plan import budget
 from reshard.dtypes import BFLOAT16, BY_NAME
 from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.formats.zarr import layout as format_zarr
-from reshard.formats.zarr.array import clipped
+from reshard.formats.zarr.blocks import clipped
 from reshard.formats.zarr.layout import ZarrGroup
 from reshard.formats.zarr.writer import source_record
 from reshard.kits.files import by_name

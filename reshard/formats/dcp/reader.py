@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from reshard.core.storage.places import Place
     from reshard.formats.dcp.metadata import DeclaredTensor, Item
     from reshard.formats.dcp.zstd import Streams
-    from reshard.kits.chunks.decoding import Decoding
+    from reshard.kits.chunks import Decoding
 
 _MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
 MTIME_TOLERANCE_NS = 2_000_000_000
@@ -263,7 +263,7 @@ class _DCPFiles:
         """Return how to decode the files; None if all are plain."""
         if not self.streams:
             return None
-        from reshard.kits.chunks.decoding import Decoding  # not on every start
+        from reshard.kits.chunks import Decoding  # not on every start
 
         cache_bytes = 0
         for name, declared in self._metadata.tensors.items():
@@ -273,7 +273,7 @@ class _DCPFiles:
                 largest = max(unit.opened_bytes(self._metadata.nbytes(name)) for unit in units)
                 cache_bytes = max(cache_bytes, min(_side_by_side(declared) * largest, max(_MOST_HELD, largest)))
         opening = max(unit.opening_bytes for unit in self.streams.values())
-        return Decoding(self.streams, cache_bytes, opening)
+        return Decoding({path: each.chunks for path, each in self.streams.items()}, cache_bytes, opening)
 
     def entry(self, item: Item) -> Entry:
         """Return the entry of a box in a file; raise `SourceError` if it cannot be read."""

@@ -2,7 +2,7 @@
 
 A stream does not declare the size of its contents; the metadata bound it by the size of the tensor's block. The head of
 an item, which describes its tensor, is in the first block of the stream. An item is decoded in memory as a whole
-(`kits.chunks.decoding`), by `verify` too; items of more than 1 GB are refused.
+(`kits.chunks`), by `verify` too; items of more than 1 GB are refused.
 
 An item carries the checksums of its zip (`archive`), and the checksum of the frame, if it has one, which zstd compares.
 A bit of the stream may occur in several places of the zip, so that these agree on another name of a record: names have
@@ -23,7 +23,7 @@ from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import bytes_text
 from reshard.formats.dcp.items import KnownHeads, Span, item, read_heads
-from reshard.kits.chunks.decoding import TooLongError, zstd_begun, zstd_content
+from reshard.kits.chunks import STRIDE, Chunk, TooLongError, zstd_begun, zstd_content
 from reshard.kits.torch.archive import Archives, ZipPart, directory
 
 if TYPE_CHECKING:
@@ -50,39 +50,37 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A file of zstd streams; see `kits.chunks.decoding.Chunks`.
+    """A file of zstd streams.
 
     Attributes:
-        chunk_bytes: the most bytes that a stream decodes to, and their distance in the virtual file.
+        most: the most bytes that a stream decodes to.
         spans: the offset and length of each stream.
     """
 
-    chunk_bytes: int
+    most: int
     spans: tuple[tuple[int, int], ...]
 
     @property
-    def plain_bytes(self) -> int:
-        """Return 0: the whole file is encoded."""
-        return 0
-
-    def stream(self, number: int, store: ReadStore, path: str) -> None:
-        """Return None: chunks are decoded whole."""
+    def chunks(self) -> list[Chunk]:
+        """Return the streams as encoded chunks."""
+        return [Chunk(*span, self.most, _contents) for span in self.spans]
 
     def opened_bytes(self, most: int) -> int:
         """Return the memory of a decoded item with at most `most` bytes of a tensor."""
-        return min(self.chunk_bytes, _room(most))
+        return min(self.most, _room(most))
 
     @property
     def opening_bytes(self) -> int:
         """Return the memory to decode an item: the stream, its window and its contents."""
         longest = max(nbytes for _, nbytes in self.spans)
-        return self.chunk_bytes + min(longest, 2 * self.chunk_bytes) + min(_LARGEST_WINDOW, self.chunk_bytes) + _PIECE
+        return self.most + min(longest, 2 * self.most) + min(_LARGEST_WINDOW, self.most) + _PIECE
 
-    def decoded(self, number: int, encoded: bytearray) -> memoryview:  # noqa: ARG002 -- all streams are alike
-        """Return the contents of a stream; raise `ValueError` if it is damaged or has too many."""
-        if len(encoded) > 2 * self.chunk_bytes:
-            raise TooLongError(self.chunk_bytes)
-        return zstd_content(encoded, self.chunk_bytes, one_frame=True)
+
+def _contents(encoded: bytes | bytearray, most: int) -> memoryview:
+    """Return the contents of a stream; raise `ValueError` if it is damaged or has too many."""
+    if len(encoded) > 2 * most:
+        raise TooLongError(most)
+    return zstd_content(encoded, most, one_frame=True)
 
 
 def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tuple[Streams, list[Entry | str]]:
@@ -99,7 +97,7 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
     known_heads = KnownHeads({}, {})
     entries: list[Entry | str] = []
     heads = read_heads([Span(path, *span) for span, _ in items], _HEAD)
-    for number, ((span, most), (_, head)) in enumerate(zip(items, heads, strict=True)):
+    for number, ((span, most), (_, head)) in enumerate(zip(items, heads, strict=True), 1):
         if most > _LARGEST:
             entries.append(
                 f"has an item of {bytes_text(most)} in a zstd stream; at most {bytes_text(_LARGEST)} can be decoded"
@@ -110,7 +108,7 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
         except ValueError as error:
             entries.append(f"is not a zstd stream: {error}")
             continue
-        entry = item(Span(path, number * room, room), content, known_heads)
+        entry = item(Span(path, number * STRIDE, room), content, known_heads)
         if isinstance(entry, Entry) and entry.nbytes > span[1] // 3 * _BLOCK:
             entry = "has an item that is shorter than the tensor"
         entries.append(entry or "is not a tensor of torch.save: its head is too long")

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.storage.base import COPY_AGAIN, truncated
 from reshard.core.storage.crc import crc32c
-from reshard.core.storage.places import any_store, as_place
+from reshard.core.storage.places import any_store
 from reshard.errors import SourceError
 from reshard.formats.orbax.steps import MANIFEST
-from reshard.kits.chunks.decoding import zstd_content
+from reshard.formats.zarr.files import StoredValue
+from reshard.kits.chunks import zstd_content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reshard.core.storage.places import Place
     from reshard.formats.zarr.files import StoreFiles
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
@@ -41,21 +41,6 @@ _MOST_ITEMS = 1 << 22
 _MOST_STRING_BYTES = 256 << 20  # of a list whose strings share prefixes, which takes few bytes in a file
 
 
-class StoredValue(NamedTuple):
-    """The location of a value.
-
-    Attributes:
-        path: its file; of a value within a node, the manifest.
-        offset, nbytes: the range of its bytes in the file; of a value within a node, its size.
-        content: the value, if it is within a node; else None.
-    """
-
-    path: str
-    offset: int
-    nbytes: int
-    content: bytes | None = None
-
-
 class _Location(NamedTuple):
     """A range of a file, by the base path and the rest of the path."""
 
@@ -63,6 +48,11 @@ class _Location(NamedTuple):
     rest: bytes
     offset: int
     nbytes: int
+
+    @property
+    def path(self) -> str:
+        """Return the path of the file below the directory of the database."""
+        return (self.base + self.rest).decode(errors="replace")
 
 
 class _NodeFields:
@@ -128,6 +118,10 @@ class _NodeFields:
 class Database:
     """The newest version of a database.
 
+    Args:
+        files: the files of the item.
+        below: the directory of the database in it, with a slash at the end, or "".
+
     Attributes:
         values: the values, by key.
 
@@ -135,12 +129,11 @@ class Database:
         SourceError: a file is missing or truncated; the database is damaged, too large, or of an unknown version.
     """
 
-    def __init__(self, directory: Place, files: StoreFiles) -> None:
-        self._directory, self._files = directory, files
-        self._manifest = str(directory / MANIFEST)
+    def __init__(self, files: StoreFiles, below: str = "") -> None:
+        self._directory, self._statuses = f"{files.base}/{below}", files.statuses
+        self._manifest = f"{self._directory}{MANIFEST}"
         self.values: dict[str, StoredValue] = {}
-        self._paths: dict[bytes, str] = {}
-        self._sizes: dict[str, int] = {}
+        self._ends: dict[bytes, tuple[str, int]] = {}  # the path and the size of each file
         self._nodes: set[_Location] = set()
         self._left = _LARGEST_TREE
         self._keys = 0
@@ -153,13 +146,13 @@ class Database:
             except SourceError:
                 raise
             except ValueError as error:
-                where = f"the node at byte {node.offset} of {self._directory / self._path(node)}"
+                where = f"the node at byte {node.offset} of {self._directory}{node.path}"
                 raise _damaged(where, error) from None
 
     def _root(self) -> tuple[_Location, int]:
         """Return the root of the newest version, and its height."""
-        size = self._files.status(self._directory / MANIFEST)
-        manifest = _Location(b"", MANIFEST.encode(), 0, size.nbytes if size else 0)
+        status = self._statuses.get(self._manifest)
+        manifest = _Location(b"", MANIFEST.encode(), 0, status.nbytes if status else 0)
         try:
             fields = self._fields(manifest, _MANIFEST_MAGIC, _LARGEST_MANIFEST)
             fields.take(16)  # a UUID
@@ -252,30 +245,26 @@ class Database:
             body = bytes(zstd_content(body, min(most, len(body) * _MOST_EXPANDED), one_frame=True))
         return _NodeFields(body)
 
-    def _path(self, location: _Location) -> str:
-        """Return the path of a file below the directory."""
-        return (location.base + location.rest).decode(errors="replace")
-
     def _checked(self, location: _Location) -> str:
         """Return the full path of a file after checking that it exists and has the range."""
         name = location.base + location.rest
-        path = self._paths.get(name)
-        if path is None:
-            below = self._path(location)
+        if name not in self._ends:
+            below = location.path
             if below.startswith("/") or ".." in below.split("/"):
                 raise SourceError(
                     f"{self._manifest} names {below!r:.300}, which leads out of the directory", code="outside-directory"
                 )
-            path = self._paths[name] = str(self._directory / below)
-            status = self._files.status(as_place(path))
+            path = f"{self._directory}{below}"
+            status = self._statuses.get(path)
             if status is None:
                 raise SourceError(
                     f"{path} is missing; the database of {self._manifest} names it", code="missing-file",
                     facts=["values stay in the directory of the process that wrote them"], hint=COPY_AGAIN,
                 )  # fmt: skip
-            self._sizes[path] = status.nbytes
-        if location.offset + location.nbytes > self._sizes[path]:
-            raise truncated(path, self._sizes[path], location.offset + location.nbytes)
+            self._ends[name] = path, status.nbytes
+        path, nbytes = self._ends[name]
+        if location.offset + location.nbytes > nbytes:
+            raise truncated(path, nbytes, location.offset + location.nbytes)
         return path
 
 

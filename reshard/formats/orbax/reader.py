@@ -1,8 +1,8 @@
 """Open a checkpoint of Orbax: a step of a run, or an item of one.
 
 An item is a tree of arrays (`tree`). Its values are in a database (`ocdbt`), or in files; each array is zarr's, of
-format 2 or 3 (`array_blocks`). A step has one item, whose names are used as they are, or several, whose names have the
-name of the item before them.
+format 2 or 3. A step has one item, whose names are used as they are, or several, whose names have the name of the item
+before them.
 
 Source: orbax-checkpoint 0.12.8, and checkpoints that it wrote (`tests/data/orbax`).
 """
@@ -11,32 +11,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.core.layout.block import Block
-from reshard.core.model.checkpoint import Checkpoint, Shard, SourceFile, Tensor, TensorSpec
-from reshard.core.model.entries import Entry, Extent, FileIndex
 from reshard.core.model.facts import Extras, Object
-from reshard.core.model.reshape import Shared
 from reshard.core.model.table import nothing_readable
-from reshard.core.storage.places import as_place
-from reshard.dtypes import STR
 from reshard.errors import SourceError, names
-from reshard.formats.orbax.array_blocks import ArrayBlocks, ChunkDecoding, read_metadata
-from reshard.formats.orbax.item_values import ItemValues
+from reshard.formats.orbax.ocdbt import Database
 from reshard.formats.orbax.sharding import SHARDING, arrangement, read_shardings
-from reshard.formats.orbax.steps import MANIFEST, METADATA, ORBAX, items_of, unfinished_reason
+from reshard.formats.orbax.steps import MANIFEST, METADATA, ORBAX, PROCESS, items_of, unfinished_reason
 from reshard.formats.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
-from reshard.formats.zarr.files import ARRAY_V2, strings
+from reshard.formats.zarr.blocks import Arrays
+from reshard.formats.zarr.files import StoreFiles, read_values
 from reshard.formats.zarr.layout import METADATA as METADATA_V3
-from reshard.formats.zarr.reader import store_notes
-from reshard.kits.chunks.decoding import Decoding
+from reshard.formats.zarr.metadata import ARRAY_V2, parse_array
+from reshard.formats.zarr.reader import store_notes, strings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.storage.places import Place
+    from reshard.formats.orbax.tree import SavedTree
+    from reshard.formats.zarr.files import StoredValue, Values
+    from reshard.formats.zarr.metadata import ArrayMetadata
 
-_VALUES = FileIndex(ORBAX, {})
-"""The index of a file of values: it is empty, since only the metadata describe them."""
+_LARGEST_METADATA = 1 << 20
 
 
 def open_orbax(directory: Place, listing: Sequence[str], *, contents: object = True) -> Checkpoint:  # noqa: ARG001 -- it has no replicas
@@ -68,109 +65,109 @@ def open_orbax(directory: Place, listing: Sequence[str], *, contents: object = T
 
 
 class _OrbaxItems:
-    """Gathers the files and arrays of items."""
+    """Gathers the arrays of items."""
 
     def __init__(self, directory: Place) -> None:
         self.directory = directory
         self.warnings: list[str] = []
-        self._files: dict[str, SourceFile] = {}
-        self._numbers: dict[str, int] = {}
-        self._tensors: dict[str, Tensor] = {}
+        self._arrays = Arrays(ORBAX, streams=True)
+        self._described: dict[str, Mapping[str, Tensor]] = {}
         self._unreadable: dict[str, str] = {}
         self._objects: dict[str, Object] = {}
         self._paths: dict[str, tuple[str | int, ...]] = {}
         self._shardings: dict[str, str] = {}
-        self._decoding = ChunkDecoding()
-        self._shared = Shared()
 
     def add(self, directory: Place, listing: Sequence[str], prefix: str) -> None:
         """Add an item; `prefix` is before the names of its arrays."""
         tree = read_tree(directory / METADATA) if METADATA in listing else None
-        item = ItemValues(directory, listing, tree)
-        self.warnings += item.warnings
+        files = StoreFiles(directory)
+        self._arrays.add_files(files)
+        databases = _databases(listing, tree)
+        values = self._values(files, databases, tree)
         notes = store_notes(directory) if METADATA_V3 in listing else None  # of an item that reshard wrote
-        stored = list(dict.fromkeys(_stored_names(item)))
+        keys = values if isinstance(values, dict) else files.paths()
+        ends = f"/{ARRAY_V2}", f"/{METADATA_V3}"
+        found = {name: key for key in keys if key.endswith(ends) and (name := key.rpartition("/")[0])}
         if tree is None:
             self.warnings.append(f"{directory} has no {METADATA}: arrays are named as they are stored")
-        leaves = tree.leaves if tree else {name: TreeLeaf((name,)) for name in stored}
-        if unlisted := sorted(set(stored) - leaves.keys()):
+        leaves = tree.leaves if tree else {name: TreeLeaf((name,)) for name in found}
+        if unlisted := sorted(found.keys() - leaves.keys()):
             self.warnings.append(f"{METADATA} does not list {names(unlisted, most=3)}, which is not read")
-        metadata = read_metadata(item, leaves)
-        kept = METADATA if tree else MANIFEST if MANIFEST in listing else f"{item.first_process}/{MANIFEST}"
-        blocks = ArrayBlocks(
-            item, self._decoding, self._number_of, str(item.files.base / kept),
-            stores_fill=tree is not None and tree.stores_fill, shared=self._shared,
-        )  # fmt: skip
-        tensors: dict[str, Tensor] = {}
+        metadata = _metadata(values, [found[name] for name in leaves if name in found])
+        kept = f"{files.base}/{METADATA if tree else f'{databases[0]}{MANIFEST}'}"
+        before = len(self._arrays.tensors)
         for name, leaf in leaves.items():
             full_name = prefix + name
             if full_name in self._paths:
                 raise SourceError(f"{self.directory} has {full_name!r} in two items", code="duplicate-name")
             self._paths[full_name] = (*filter(None, [prefix[:-1]]), *leaf.path)
-            array = metadata.get(name) or _not_stored(leaf)
-            if array is None:
-                self._objects[full_name] = Object(problem=f"is a string, in {STRINGS}")
-            elif isinstance(array, str):
-                self._unreadable[full_name] = array
-            else:
-                try:
-                    tensors[full_name] = blocks.tensor(full_name, name, array)
-                except SourceError as error:
-                    self._unreadable[full_name] = error.message
+            try:
+                if name in metadata:
+                    array = metadata[name]
+                    if isinstance(array, SourceError):
+                        raise array
+                    complete = bool(array.notes) or (tree is not None and tree.stores_fill)
+                    self._arrays.add(full_name, array, values, kept, complete=complete)
+                elif leaf.kind == STRING:
+                    self._objects[full_name] = Object(problem=f"is a string, in {STRINGS}")
+                else:
+                    kind = "lost: no metadata of it are" if leaf.is_stored else f"a {leaf.kind}, which is not"
+                    self._unreadable[full_name] = f"is {kind} in the files"
+            except SourceError as error:
+                self._unreadable[full_name] = f"cannot be read: {error.message}"
         for name, text in strings((notes or {}).get("texts", {}), directory).items():
-            shards = (Shard(Block.whole((0,)), (Extent(self._number_of(str(item.files.base / kept)), ()),)),)
-            tensors[prefix + name] = Tensor.of(TensorSpec(prefix + name, STR, (0,)), shards, text=text)
-        self._tensors |= tensors
-        self._add_files(item, str(item.files.base / kept), tensors)
+            self._arrays.add_text(prefix + name, text, kept)
+        self._described[kept] = dict([*self._arrays.tensors.items()][before:])
         self._shardings |= {prefix + name: text for name, text in read_shardings(directory / SHARDING).items()}
-        if blocks.absent:
-            count = sum(blocks.absent.values())
+
+    def _values(self, files: StoreFiles, databases: Sequence[str], tree: SavedTree | None) -> Values:
+        """Return the values of an item, in databases or in files."""
+        if not databases and tree is not None and tree.uses_ocdbt:
+            raise SourceError(
+                f"{files.base} has no {MANIFEST}, which has the locations of all values", code="missing-file",
+                hint="copy all of the checkpoint; if saving it was interrupted, open an older step",
+            )  # fmt: skip
+        if databases and databases[0]:
             self.warnings.append(
-                f"{directory} has no data for {count} chunk{'s' * (count > 1)} of {names(blocks.absent, most=3)}, and "
-                "does not say that it stores all; their elements are the fill value"
+                f"{files.base} has no {MANIFEST}: saving it was interrupted before the databases of its processes were "
+                f"merged; they are read as they are: {names([name[:-1] for name in databases], most=3)}"
             )
-
-    def _number_of(self, path: str) -> int:
-        """Return the number of a file of the item that is added."""
-        return self._numbers.setdefault(path, len(self._numbers))
-
-    def _add_files(self, item: ItemValues, kept: str, tensors: dict[str, Tensor]) -> None:
-        """Add the files of an item that have chunks, and the one that describes its tensors."""
-        entries = {name: Entry(each.spec.dtype, each.spec.shape, (), each.text) for name, each in tensors.items()}
-        self._number_of(kept)
-        headers = len({file.index.header_id for file in self._files.values()})
-        for path in self._numbers:
-            if path not in self._files:
-                status = item.files.status(as_place(path))
-                assert status is not None  # noqa: S101 -- it is among the files of the item
-                index = FileIndex(ORBAX, entries, header_id=max(headers, 1)) if path == kept else _VALUES
-                self._files[path] = SourceFile(path, status.nbytes, status.mtime_ns, index, status.change)
+        values: dict[str, StoredValue] = {}
+        for below in databases:
+            values = Database(files, below).values | values
+        return values if databases else files
 
     def result(self) -> Checkpoint:
         """Return the checkpoint of all items."""
-        if not self._tensors:
+        tensors = self._arrays.tensors
+        if not tensors:
             raise SourceError(f"{self.directory}: {nothing_readable(self._unreadable)}", code="no-tensors")
-        units = dict(self._decoding.units)
-        decoding = Decoding(units, self._decoding.held_bytes, self._decoding.opening_bytes) if units else None
-        layouts = arrangement(self._shardings, {name: tensor.spec.shape for name, tensor in self._tensors.items()})
-        return Checkpoint(
-            str(self.directory), self._tensors, tuple(self._files.values()), (0,) * len(self._files),
-            warnings=tuple(self.warnings), unreadable=self._unreadable, coding=decoding,
+        layouts = arrangement(self._shardings, {name: tensor.spec.shape for name, tensor in tensors.items()})
+        return self._arrays.checkpoint(
+            str(self.directory), self._described, unreadable=self._unreadable, warnings=self.warnings,
             extras=Extras(METADATA, layouts, objects=self._objects, paths=self._paths),
         )  # fmt: skip
 
 
-def _not_stored(leaf: TreeLeaf) -> str | None:
-    """Return why a leaf without metadata of an array cannot be read; None if it is a string."""
-    if leaf.kind == STRING:
-        return None
-    kind = "lost: no metadata of it are" if leaf.is_stored else f"a {leaf.kind}, which is not"
-    return f"is {kind} in the files"
+def _databases(listing: Iterable[str], tree: SavedTree | None) -> list[str]:
+    """Return the paths of the databases of an item, which end with a slash; one is empty: the item itself."""
+    if tree is not None and tree.uses_ocdbt is False:  # an array may be named like a file of a database
+        return []
+    if MANIFEST in listing:
+        return [""]
+    return [
+        f"{name}/"
+        for _, name in sorted((int(match[1]), match[0]) for match in map(PROCESS.fullmatch, listing) if match)
+    ]
 
 
-def _stored_names(item: ItemValues) -> Iterator[str]:
-    """Yield the names of the arrays that have metadata."""
-    for key in item.values:
+def _metadata(values: Values, keys: Iterable[str]) -> dict[str, ArrayMetadata | SourceError]:
+    """Return the metadata of arrays by name, or why they are not valid."""
+    result: dict[str, ArrayMetadata | SourceError] = {}
+    for key, content in read_values(values, keys, _LARGEST_METADATA):
         name, _, file = key.rpartition("/")
-        if name and file in {ARRAY_V2, METADATA_V3}:
-            yield name
+        try:
+            result[name] = parse_array(name, file, content, key)
+        except SourceError as error:
+            result[name] = error
+    return result

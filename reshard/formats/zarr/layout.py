@@ -6,7 +6,7 @@ A store is one group with one array per tensor; each chunk is a file of row-majo
    fit a size limit (`cut`). If the shape does not divide, the last chunk is stored whole, padded with zeros.
 2. Small chunks are combined into shards: files of consecutive chunks with an index at the end.
 3. Each file, a chunk or a shard, is a `Unit`. Uncompressed files are ordinary target files with known offsets;
-   compressed ones are assembled in memory (`zarr.chunks`).
+   compressed ones are assembled in memory (`compression`).
 4. Each array has a `zarr.json` next to its chunks, and the group has one at the root, which gets its name last. It
    repeats the metadata of all arrays, as zarr-python's consolidated metadata do, so that a reader needs one request.
 5. Dimensions are named after their extents, so that xarray opens a store as one Dataset.
@@ -52,6 +52,14 @@ METADATA = "zarr.json"
 
 ATTRIBUTES = "reshard"
 """The attribute of arrays and groups that contains all notes of this program."""
+
+CARRIED, CARRIED_CHUNK = "%carried", "c.0"
+"""The directory of the array of what is carried and not a tensor, and its only chunk.
+
+Its elements are the bytes of files beside the weights of a set, and of objects of a DCP, one after the other; its
+attributes have the name and the size of each. No tensor has the name of its directory (`escaped`). A store of which
+nothing is to be carried has no such array.
+"""
 
 SEPARATOR = "."
 """The separator of numbers in the names of chunk files; zarr's default, `/`, takes a directory for each, 0.2 ms."""
@@ -384,6 +392,18 @@ def follows(unit: Shape, chunk: Shape) -> bool:
     """
     axis = next((axis for axis, extent in enumerate(unit) if extent > 1), 0)
     return unit[axis + 1 :] == chunk[axis + 1 :]
+
+
+def slab_bytes(shape: Shape, chunk: Shape, itemsize: int) -> int:
+    """Return the total size of the chunks that share rows.
+
+    A thread must cache that much to decode each chunk only once.
+
+    >>> slab_bytes((100, 8), (10, 2), 4), slab_bytes((7, 100, 8), (1, 10, 8), 4)
+    (320, 320)
+    """
+    axis = next((axis for axis, extent in enumerate(chunk) if extent > 1), len(chunk) - 1)
+    return itemsize * prod(chunk[: axis + 1]) * prod(map(max, shape[axis + 1 :], chunk[axis + 1 :]))
 
 
 def escaped(name: str) -> str:

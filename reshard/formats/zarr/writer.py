@@ -5,7 +5,6 @@ Its files are numbered array by array: chunks or shards, then metadata; the grou
 
 from __future__ import annotations
 
-import json
 import os
 from math import prod
 from pathlib import PurePath
@@ -13,11 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.core.records.provenance import ComputationRecord, FileRecord, SourceRecord
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal, merged_notes
+from reshard.dtypes import BY_NAME
 from reshard.errors import UsageError
 from reshard.formats.sets.sidecars import Sidecars, shard_size
-from reshard.formats.zarr.carried import DIRECTORY as CARRIED
-from reshard.formats.zarr.carried import CarriedBytes
-from reshard.formats.zarr.layout import METADATA, NAME, array_json, escaped, group_metadata
+from reshard.formats.zarr.layout import (
+    CARRIED,
+    CARRIED_CHUNK,
+    METADATA,
+    NAME,
+    Array,
+    array_json,
+    escaped,
+    group_metadata,
+    slab_bytes,
+)
 from reshard.kits.torch.carried import Carried
 
 if TYPE_CHECKING:
@@ -31,9 +39,10 @@ if TYPE_CHECKING:
     from reshard.core.storage.base import TargetCoding
     from reshard.core.target import Assigned, TargetInputs, TargetTensor
     from reshard.dtypes import DType
-    from reshard.formats.zarr.chunks import Encoding
-    from reshard.formats.zarr.layout import Array
+    from reshard.formats.zarr.compression import Encoding
 
+
+_BYTE = BY_NAME["uint8"]
 
 FILE_BYTES = 1000
 """Resident memory of a chunk file in a plan, as measured."""
@@ -71,7 +80,7 @@ class ZarrStore(Target):
         self.memory: tuple[Share, ...] = (
             ("files of chunks", FILE_BYTES * (number - len(self.arrays))),
             ("metadata of arrays", ARRAY_BYTES * len(self.arrays)),
-            ("carried files", self._carried.stored.nbytes if self._carried else 0),
+            ("carried files", len(self._carried.content) if self._carried else 0),
         )
 
     @classmethod
@@ -101,10 +110,11 @@ class ZarrStore(Target):
             result += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
             metadata[directory] = self.metadata_of(array, self._attributes(items[name], array))
             result.append(TargetFile(0, f"{directory}/{METADATA}", literal(array_json(metadata[directory]))))
-        carried_files = self._carried.stored.stored() if self._carried else {}
-        if METADATA in carried_files:
-            metadata[CARRIED] = json.loads(carried_files[METADATA])
-        result += [TargetFile(0, f"{CARRIED}/{name}", literal(content)) for name, content in carried_files.items()]
+        if self._carried and (described := self._carried.metadata()):
+            metadata[CARRIED] = described
+            if content := self._carried.content:
+                result.append(TargetFile(0, f"{CARRIED}/{CARRIED_CHUNK}", literal(content)))
+            result.append(TargetFile(0, f"{CARRIED}/{METADATA}", literal(array_json(described))))
         from reshard import __version__
 
         common = self._source.extras.common
@@ -145,7 +155,7 @@ class ZarrStore(Target):
         """Return the encoding of chunks, or None if they are not compressed."""
         if self._group.level is None:
             return None
-        from reshard.formats.zarr.chunks import Encoding, ToCompress, slab_bytes  # imported only if needed
+        from reshard.formats.zarr.compression import Encoding, ToCompress  # imported only if needed
 
         units = {
             f"{self._directories[name]}/{unit.path}": ToCompress(array.chunk_bytes, unit.valid, array.shard is not None)
@@ -172,7 +182,7 @@ class _CarriedInStore:
     """Data of the source besides its tensors: files of a set, and objects, files and paths of a DCP.
 
     Attributes:
-        stored: the bytes.
+        content: the bytes, one after the other.
         names: the names of objects and of files of a distributed checkpoint, in the source.
         files: the names of files beside the weights of a set, with those that a warning names.
     """
@@ -187,11 +197,21 @@ class _CarriedInStore:
         self._sidecars = Sidecars(source, inputs.items)
         self._data = Carried(source, tensors, inputs.objects, inputs.faults)
         self.names, self.files = self._data.names, self._sidecars.names
+        self._kinds = {"files": self._sidecars.contents, "objects": self._data.objects, "beside": self._data.beside}
+        self._shard_size = shard_size(source)
+        self.content = b"".join(content for items in self._kinds.values() for content in items.values())
+
+    def metadata(self) -> dict[str, Any] | None:
+        """Return the metadata of their array; None if there is nothing to carry."""
         paths = self._data.paths
         if paths is not None:
             paths = {name: path for name, path in paths.items() if path != (name,)}
-        contents = {"files": self._sidecars.contents, "objects": self._data.objects, "beside": self._data.beside}
-        self.stored = CarriedBytes(contents, paths, shard_size(source))
+        if not (self.content or paths or self._shard_size):
+            return None
+        sizes = {kind: {name: len(content) for name, content in items.items()} for kind, items in self._kinds.items()}
+        array = Array((len(self.content),), _BYTE, (max(len(self.content), 1),), None, None)
+        carried = {**sizes, "paths": paths, "shard_size": self._shard_size}
+        return array.metadata({"dtype": _BYTE.name, "carried": carried})
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about files that are left out, and carried data with old tensor names."""
