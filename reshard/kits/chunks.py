@@ -43,6 +43,8 @@ _LARGEST_WINDOW = 23  # as a power of 2: 8 MiB, which the levels up to 19 have
 _PIECE_BYTES = 1 << 17
 _REMOTE_PIECES = 256 << 10, 8 << 20, 64 << 20  # the shortest, the longest, the sum of all streams
 
+_Bytes = bytes | bytearray | memoryview
+
 Decode = Callable[["bytes | bytearray", int], memoryview]
 """Returns the contents of an encoded chunk, of at most a number of bytes; raises `ValueError` if it is damaged."""
 
@@ -87,8 +89,7 @@ class ZstdStream:
     """
 
     def __init__(
-        self, pieces: Iterable[bytes | bytearray | memoryview], nbytes: int, held_bytes: int = 0, *,
-        one_frame: bool = False,
+        self, pieces: Iterable[_Bytes], nbytes: int, held_bytes: int = 0, *, one_frame: bool = False
     ) -> None:  # fmt: skip
         self._pieces, self._one_frame = iter(pieces), one_frame
         self.nbytes, self.position, self.held_bytes = nbytes, 0, held_bytes
@@ -102,27 +103,23 @@ class ZstdStream:
             ValueError: a frame is damaged, or there are more or fewer bytes.
             SourceError: the file cannot be read.
         """
-        while self.position < begin:
-            self._advance(begin - self.position)
-        done = 0
-        while done < len(buffer):
-            piece = self._advance(len(buffer) - done)
-            buffer[done : done + len(piece)] = piece
-            done += len(piece)
+        end = begin + len(buffer)
+        while self.position < end:
+            skipped = self.position < begin
+            piece = self.next((begin if skipped else end) - self.position)
+            if not piece:
+                raise ValueError(f"it has {self.position:,} bytes; the metadata says {self.nbytes:,}")
+            if not skipped:
+                at = self.position - begin
+                buffer[at : at + len(piece)] = piece
+            self.position += len(piece)
         if self.position == self.nbytes and self.next(1):
             raise TooLongError(self.nbytes)
-
-    def _advance(self, most: int) -> bytes:
-        piece = self.next(most)
-        if not piece:
-            raise ValueError(f"it has {self.position:,} bytes; the metadata says {self.nbytes:,}")
-        self.position += len(piece)
-        return piece
 
     def next(self, most: int) -> bytes:
         """Return the next bytes of the contents, at most so many; none at their end."""
         while True:
-            fed: bytes | bytearray | memoryview = b""
+            fed: _Bytes = b""
             if self._decoder.eof:
                 fed = self._decoder.unused_data or next(self._pieces, b"")
                 if not fed:
@@ -130,10 +127,8 @@ class ZstdStream:
                 if self._one_frame:
                     raise ValueError("it is not one frame of zstd")
                 self._decoder = zstd.ZstdDecompressor(options=self._options)
-            elif self._decoder.needs_input:
-                fed = next(self._pieces, b"")
-                if not fed:
-                    raise ValueError("it is truncated, and not one frame of zstd")
+            elif self._decoder.needs_input and not (fed := next(self._pieces, b"")):
+                raise ValueError("it is truncated, and not one frame of zstd")
             try:
                 piece = self._decoder.decompress(fed, min(most, _DECODED_BYTES))
             except zstd.ZstdError as error:
@@ -142,31 +137,16 @@ class ZstdStream:
                 return piece
 
 
-def zstd_content(encoded: bytes | bytearray, most: int, *, one_frame: bool = False) -> memoryview:
-    """Return what zstd frames decode to.
-
-    Args:
-        encoded: the frames.
-        most: the most bytes that they may decode to; no more are decoded.
-        one_frame: there is exactly one frame.
+def zstd_content(encoded: bytes | bytearray, most: int) -> memoryview:
+    """Return what one frame of zstd decodes to, which is at most a number of bytes; no more are decoded.
 
     Raises:
-        ValueError: they are truncated or damaged; a `TooLongError` if they have more bytes.
+        ValueError: it is truncated or damaged; a `TooLongError` if it has more bytes.
     """
     import numpy as np
 
     content = np.empty(most, np.uint8).data  # untouched pages take no memory
-    if not one_frame and _declared_bytes(encoded) == most:
-        from numcodecs import zstd as numcodecs_zstd
-
-        try:
-            numcodecs_zstd.decompress(encoded, content)  # at once, which takes a quarter less time
-        except RuntimeError as error:
-            raise ValueError(str(error)) from None
-        return content
-    view = memoryview(encoded)
-    pieces = (view[begin : begin + _DECODED_BYTES] for begin in range(0, len(view), _DECODED_BYTES))
-    stream = ZstdStream(pieces, most, one_frame=one_frame)
+    stream = ZstdStream(_slices(encoded, _DECODED_BYTES), most, one_frame=True)
     done = 0
     while piece := stream.next(most - done + 1):
         if len(piece) > most - done:
@@ -178,10 +158,24 @@ def zstd_content(encoded: bytes | bytearray, most: int, *, one_frame: bool = Fal
 
 def zstd_chunk(encoded: bytes | bytearray, nbytes: int) -> memoryview:
     """Return what frames of zstd decode to, which has a size; see `Decode`."""
-    content = zstd_content(encoded, nbytes)
-    if len(content) != nbytes:
-        raise ValueError(f"it has {len(content):,} bytes; the metadata says {nbytes:,}")
+    import numpy as np
+
+    content = np.empty(nbytes, np.uint8).data
+    if _declared_bytes(encoded) == nbytes:
+        from numcodecs import zstd as numcodecs_zstd
+
+        try:
+            numcodecs_zstd.decompress(encoded, content)  # at once, which takes a quarter less time
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+    else:
+        ZstdStream(_slices(encoded, _DECODED_BYTES), nbytes).read(0, content)
     return content
+
+
+def _slices(content: bytes | bytearray, nbytes: int) -> Iterator[memoryview]:
+    view = memoryview(content)
+    return (view[begin : begin + nbytes] for begin in range(0, len(view), nbytes))
 
 
 def zstd_begun(head: bytes, most: int) -> bytes:
@@ -354,17 +348,14 @@ class DecodingStore(Around):
                 self.inner.read_into(path, chunk.offset, memoryview(encoded))
         return chunk.decode(encoded, chunk.nbytes)
 
-    def _pieces(self, chunk: Chunk, path: str) -> Iterator[bytes | bytearray]:
+    def _pieces(self, chunk: Chunk, path: str) -> Iterator[_Bytes]:
         """Yield the bytes of an encoded chunk, a piece at a time."""
-        length = chunk.length if chunk.held is None else len(chunk.held)
-        for begin in range(0, length, chunk.piece):
-            end = min(begin + chunk.piece, length)
-            if chunk.held is not None:
-                yield chunk.held[begin:end]
-            else:
-                piece = bytearray(end - begin)
-                self.inner.read_into(path, chunk.offset + begin, memoryview(piece))
-                yield piece
+        if chunk.held is not None:
+            yield from _slices(chunk.held, chunk.piece)
+        for begin in range(0, chunk.length, chunk.piece):
+            piece = bytearray(min(chunk.piece, chunk.length - begin))
+            self.inner.read_into(path, chunk.offset + begin, memoryview(piece))
+            yield piece
 
     def close(self) -> None:
         """Close all files that are not in use, and empty the cache."""

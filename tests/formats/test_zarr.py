@@ -26,7 +26,6 @@ from reshard.errors import ReshardError, SourceError, TargetError, UsageError
 from reshard.formats.zarr import layout as format_zarr
 from reshard.formats.zarr.blocks import clipped
 from reshard.formats.zarr.layout import ZarrGroup
-from reshard.formats.zarr.writer import source_record
 from reshard.kits.files import by_name
 
 if TYPE_CHECKING:
@@ -354,15 +353,6 @@ def test_a_store_that_is_not_what_was_planned_with_is_refused(
     change(store)
     with refused(kind, code, place):
         reshard.read_plan(tmp_path / "plan.json")
-
-
-def test_provenance_is_the_same_everywhere(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    moved = reshard.open(shutil.copytree(source.root, tmp_path / "else" / "where"), strategy=SOURCE)
-    assert source_record(moved._record) == source_record(source._record)
-    assert not any(file.version for file in source_record(source._record).files)
-    assert [file.path for file in source_record(source._record).files] == [
-        f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in range(2)
-    ]
 
 
 def test_on_a_cluster(source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def _contents(encoded: bytes | bytearray, most: int) -> memoryview:
     """Return the contents of a stream; raise `ValueError` if it is damaged or has too many."""
     if len(encoded) > 2 * most:
         raise TooLongError(most)
-    return zstd_content(encoded, most, one_frame=True)
+    return zstd_content(encoded, most)
 
 
 def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tuple[Streams, list[Entry | str]]:
@@ -152,7 +152,7 @@ def _checked(path: str, part: ZipPart, most: int | None, encoded: bytearray) -> 
         content = None
         try:
             if len(encoded) == part.nbytes:
-                content = zstd_content(encoded, _limit(most), one_frame=True)
+                content = zstd_content(encoded, _limit(most))
         except TooLongError:
             pass
         except MemoryError:

@@ -242,7 +242,7 @@ class Database:
             raise ValueError("it does not match its checksum")
         body = bytes(memoryview(content)[_HEADER.size : end])
         if compression:
-            body = bytes(zstd_content(body, min(most, len(body) * _MOST_EXPANDED), one_frame=True))
+            body = bytes(zstd_content(body, min(most, len(body) * _MOST_EXPANDED)))
         return _NodeFields(body)
 
     def _checked(self, location: _Location) -> str:

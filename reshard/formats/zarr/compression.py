@@ -6,7 +6,7 @@ so that the file does not depend on the order of writes. One task owns a file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import TargetError
@@ -17,37 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from reshard.core.storage.base import Sink
-
-
-@dataclass(frozen=True, slots=True)
-class ToCompress:
-    """A file of chunks to be written.
-
-    Attributes:
-        chunk_bytes: the uncompressed size of a chunk.
-        valid: for each chunk, the number of bytes that will be written; the rest of the chunk is zeros. Chunks with 0
-            bytes are not stored.
-        sharded: whether the file ends with an index.
-    """
-
-    chunk_bytes: int
-    valid: tuple[int, ...]
-    sharded: bool
+    from reshard.formats.zarr.layout import Array, Unit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoding:
+class Compression:
     """The compression of the files of a zarr store.
 
     Attributes:
-        units: the compressed files, by path below the target directory.
-        level: the zstd level.
+        units: the compressed files, and the array of each, by path below the target directory.
         held_bytes: the memory of a thread's incomplete chunks.
         chunk_bytes: the size of the largest chunk.
     """
 
-    units: Mapping[str, ToCompress]
-    level: int
+    units: Mapping[str, tuple[Array, Unit]]
     held_bytes: int
     chunk_bytes: int
 
@@ -57,88 +40,73 @@ class Encoding:
 
     def of(self, path: str) -> str | None:
         """Return a description of a file's compression; None if it is not compressed."""
-        unit = self.units.get(path)
-        return None if unit is None else f"zstd {self.level} {unit}"
+        if path not in self.units:
+            return None
+        array, unit = self.units[path]
+        return f"zstd {array.level} {array.chunk_bytes} {unit.valid} {array.shard is not None}"
 
     def sink(self, path: str, into: Sink) -> Sink:
         """Return a sink that compresses a file; `path` is below the target directory."""
-        return _Compressing(path, self.units[path], self.level, into)
+        return _Compressing(path, *self.units[path], into)
 
 
-@dataclass(slots=True, eq=False)
 class _Compressing:
-    """A sink that compresses each chunk and appends it to a file; see `Sink`.
+    """A sink that compresses each chunk of a file and appends it to another one; see `Sink`."""
 
-    Attributes:
-        valid: the bytes of each stored chunk.
-        raw: the incomplete chunks: content so far, and number of bytes received.
-        waiting: compressed chunks that wait for earlier ones.
-        spans: offset and length of each written chunk.
-        size: the size of the file so far.
-    """
-
-    path: str
-    unit: ToCompress
-    level: int
-    into: Sink
-    ended: bool = False
-    raw: dict[int, tuple[bytearray, int]] = field(default_factory=dict)
-    waiting: dict[int, bytes] = field(default_factory=dict)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    size: int = 0
-    valid: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.valid = tuple(filter(None, self.unit.valid))
+    def __init__(self, path: str, array: Array, unit: Unit, into: Sink) -> None:
+        self._path, self._array, self._unit, self._into = path, array, unit, into
+        self._valid = tuple(filter(None, unit.valid))  # the bytes of each stored chunk; the rest of it is zeros
+        self._raw: dict[int, tuple[bytearray, int]] = {}  # incomplete chunks, and how many bytes of each are there
+        self._waiting: dict[int, bytes] = {}  # compressed chunks that wait for earlier ones
+        self._spans: list[tuple[int, int]] = []  # of the chunks in the file
+        self._size = 0
+        self.ended = False
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Write bytes at an offset of the uncompressed virtual file."""
+        """Write bytes at an offset of the uncompressed contents."""
+        chunk_bytes = self._array.chunk_bytes
         while len(data):
-            number, begin = divmod(offset, self.unit.chunk_bytes)
-            piece = data[: self.unit.chunk_bytes - begin]
+            number, begin = divmod(offset, chunk_bytes)
+            piece = data[: chunk_bytes - begin]
             offset, data = offset + len(piece), data[len(piece) :]
-            self._add(number, begin, piece)
-
-    def _add(self, number: int, begin: int, piece: memoryview | bytes) -> None:
-        if len(piece) == self.unit.chunk_bytes:
-            content: memoryview | bytes | bytearray = piece
-        else:
-            content, done = self.raw.get(number) or (bytearray(self.unit.chunk_bytes), 0)
+            if len(piece) == chunk_bytes:
+                self._compress(number, piece)
+                continue
+            content, done = self._raw.get(number) or (bytearray(chunk_bytes), 0)
             content[begin : begin + len(piece)] = piece
-            self.raw[number] = content, done + len(piece)
-            if done + len(piece) < self.valid[number]:
-                return
-            del self.raw[number]
+            self._raw[number] = content, done + len(piece)
+            if done + len(piece) == self._valid[number]:
+                del self._raw[number]
+                self._compress(number, content)
+
+    def _compress(self, number: int, content: memoryview | bytes | bytearray) -> None:
         from numcodecs import zstd
 
-        self.waiting[number] = zstd.compress(content, self.level)
-        while len(self.spans) in self.waiting:
-            encoded = self.waiting.pop(len(self.spans))
-            self.spans.append((self.size, len(encoded)))
+        self._waiting[number] = zstd.compress(content, self._array.level)
+        while len(self._spans) in self._waiting:
+            encoded = self._waiting.pop(len(self._spans))
+            self._spans.append((self._size, len(encoded)))
             self._append(encoded)
-        if len(self.spans) == len(self.valid):
-            self._end()
+        if len(self._spans) < len(self._valid):
+            return
+        if self._array.shard is not None:
+            spans = iter(self._spans)
+            self._append(shard_index(next(spans) if nbytes else (ABSENT, ABSENT) for nbytes in self._unit.valid))
+        self._into.finish(durable=False)
+        self.ended = True
 
     def _append(self, content: bytes) -> None:
-        self.into.write_at(self.size, content)
-        self.size += len(content)
-
-    def _end(self) -> None:
-        if self.unit.sharded:
-            spans = iter(self.spans)
-            self._append(shard_index(next(spans) if nbytes else (ABSENT, ABSENT) for nbytes in self.unit.valid))
-        self.into.finish(durable=False)
-        self.ended = True
+        self._into.write_at(self._size, content)
+        self._size += len(content)
 
     def finish(self, *, durable: bool) -> None:  # noqa: ARG002 -- it ends with its last chunk
         """Raise `TargetError` if a chunk is missing."""
         if not self.ended:
             raise TargetError(
-                f"{self.path} is incomplete",
-                code="internal-error",
+                f"{self._path} is incomplete", code="internal-error",
                 hint="this is an error of reshard; please report it",
-            )
+            )  # fmt: skip
 
     def abort(self) -> None:
         """Abort the file."""
-        self.into.abort()
+        self._into.abort()
