@@ -13,6 +13,7 @@ Source: TensorStore 0.1.86 `kvstore/ocdbt/index.rst`, and databases that it wrot
 from __future__ import annotations
 
 import struct
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -141,25 +142,19 @@ class Database:
         waiting = [(root, height, b"")] if root.nbytes else []
         while waiting:
             node, height, prefix = waiting.pop()
-            try:
+            with _told(f"the node at byte {node.offset} of {self._directory}{node.path}"):
                 waiting += reversed(self._read(node, height, prefix))
-            except SourceError:
-                raise
-            except ValueError as error:
-                where = f"the node at byte {node.offset} of {self._directory}{node.path}"
-                raise _damaged(where, error) from None
 
     def _root(self) -> tuple[_Location, int]:
         """Return the root of the newest version, and its height."""
         status = self._statuses.get(self._manifest)
         manifest = _Location(b"", MANIFEST.encode(), 0, status.nbytes if status else 0)
-        try:
+        with _told(self._manifest):
             fields = self._fields(manifest, _MANIFEST_MAGIC, _LARGEST_MANIFEST)
             fields.take(16)  # a UUID
             if fields.varint():
-                raise SourceError(  # noqa: TRY301 -- by its kind
-                    f"{self._manifest} is followed by numbered manifests", code="unsupported-version"
-                )
+                fault = f"{self._manifest} is followed by numbered manifests"
+                raise SourceError(fault, code="unsupported-version")
             fields.varints(2)
             fields.take(1)
             fields.take(4 if fields.varint() else 0)  # the compression of new nodes
@@ -169,12 +164,8 @@ class Database:
             heights = fields.take(count)
             files, offsets, sizes = (fields.varints(count) for _ in range(3))
             if not count or any(a >= b for a, b in pairwise(generations)):
-                raise ValueError("it has no version, or they do not ascend")  # noqa: TRY301 -- with the file
+                raise ValueError("it has no version, or they do not ascend")
             return _location(table, b"", files[-1], offsets[-1], sizes[-1]), heights[-1]
-        except SourceError:
-            raise
-        except ValueError as error:
-            raise _damaged(self._manifest, error) from None
 
     def _read(self, node: _Location, height: int, prefix: bytes) -> list[tuple[_Location, int, bytes]]:
         """Read a node: note the values of a leaf, or return the nodes below, each with its height and prefix."""
@@ -251,16 +242,13 @@ class Database:
         if name not in self._ends:
             below = location.path
             if below.startswith("/") or ".." in below.split("/"):
-                raise SourceError(
-                    f"{self._manifest} names {below!r:.300}, which leads out of the directory", code="outside-directory"
-                )
+                fault = f"{self._manifest} names {below!r:.300}, which leads out of the directory"
+                raise SourceError(fault, code="outside-directory")
             path = f"{self._directory}{below}"
             status = self._statuses.get(path)
             if status is None:
-                raise SourceError(
-                    f"{path} is missing; the database of {self._manifest} names it", code="missing-file",
-                    facts=["values stay in the directory of the process that wrote them"], hint=COPY_AGAIN,
-                )  # fmt: skip
+                fault = f"{path} is missing; the database of {self._manifest} names it"
+                raise SourceError(fault, code="missing-file", hint=COPY_AGAIN)
             self._ends[name] = path, status.nbytes
         path, nbytes = self._ends[name]
         if location.offset + location.nbytes > nbytes:
@@ -276,5 +264,12 @@ def _location(table: list[tuple[bytes, bytes]], base: bytes, number: int, offset
     return _Location(base + own_base, rest, offset, nbytes)
 
 
-def _damaged(where: str, error: ValueError) -> SourceError:
-    return SourceError(f"{where} is damaged", code="corrupt", facts=[str(error)])
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Say where something is damaged."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except ValueError as error:
+        raise SourceError(f"{where} is damaged", code="corrupt", facts=[str(error)]) from None

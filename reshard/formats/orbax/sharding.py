@@ -40,29 +40,18 @@ def read_shardings(path: Place) -> dict[str, str]:
 
 
 def arrangement(shardings: Mapping[str, str], shapes: Mapping[str, Shape]) -> Arrangement | None:
-    """Return the layouts of arrays; None if none is known.
-
-    Args:
-        shardings: the JSON texts, by name.
-        shapes: the shapes of the arrays, by name.
-    """
-    meshes: dict[tuple[str, int], Mesh | None] = {}
-    tensors: dict[str, Arranged] = {}
-    for name, text in shardings.items():
-        shape = shapes.get(name)
-        if shape is None:
-            continue
-        key = (text, len(shape))
-        if key not in meshes:
-            meshes[key] = _mesh(text, len(shape))
-        mesh = meshes[key]
-        if mesh is not None and all(extent % ways == 0 for extent, ways in zip(shape, mesh.layout.splits, strict=True)):
+    """Return the layouts of arrays by the JSON texts of their shardings; None if none is known."""
+    kinds = {(shardings[name], len(shape)) for name, shape in shapes.items() if name in shardings}
+    known = {kind: mesh for kind in kinds if (mesh := _mesh(*kind))}
+    tensors = {name: Arranged(()) for name in shapes}
+    for name, shape in shapes.items():
+        mesh = known.get((shardings.get(name, ""), len(shape)))
+        if mesh and all(extent % ways == 0 for extent, ways in zip(shape, mesh.layout.splits, strict=True)):
             tensors[name] = Arranged((mesh,), shape)
-    ranks = [rank for mesh in {id(mesh): mesh for mesh in meshes.values() if mesh}.values() for rank in mesh.ranks]
-    if not tensors or max(ranks) >= MOST_DEVICES:
+    if not any(each.meshes for each in tensors.values()):
         return None
-    devices = max(ranks) + 1
-    return Arrangement({name: tensors.get(name, Arranged(())) for name in shapes}, range(devices), devices)
+    devices = 1 + max(rank for mesh in known.values() for rank in mesh.ranks)
+    return Arrangement(tensors, range(devices), devices) if devices <= MOST_DEVICES else None
 
 
 def _mesh(text: str, ndim: int) -> Mesh | None:
@@ -72,18 +61,14 @@ def _mesh(text: str, ndim: int) -> Mesh | None:
             case {
                 "sharding_type": "NamedSharding", "shape": [*extents], "axis_names": [*axes],
                 "partition_spec": [*spec], **rest,
-            }:  # fmt: skip
-                pass
+            } if 0 < len(extents) == len(axes) <= _MOST_AXES and _are_numbers(extents):  # fmt: skip
+                entries = [[] if entry is None else entry if isinstance(entry, list) else [entry] for entry in spec]
             case _:
                 return None
-        if not (0 < len(extents) == len(axes) <= _MOST_AXES and len(spec) <= ndim and _are_numbers(extents)):
-            return None
-        entries = [[] if entry is None else entry if isinstance(entry, list) else [entry] for entry in spec]
         entries += [[]] * (ndim - len(spec))
         numbers = {axis: len(axes) - 1 - index for index, axis in enumerate(axes)}
         layout = Layout.of(extents, [[numbers[axis] for axis in entry] or -1 for entry in entries])
-        ranks = _devices(rest.get("device_mesh"), extents)
-        return Mesh(layout, tuple(ranks), tuple(map(str, axes)))
+        return Mesh(layout, tuple(_devices(rest.get("device_mesh"), extents)), tuple(map(str, axes)))
     except (ValueError, TypeError, KeyError, LayoutError):
         return None
 

@@ -7,6 +7,7 @@ from the metadata, and two arrays may have the same name, which is refused.
 from __future__ import annotations
 
 import ast
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.block import LONGEST_NAME
@@ -76,13 +77,9 @@ def read_tree(path: Place) -> SavedTree:
             continue
         name = ".".join(map(str, leaf.path))
         if not name or not is_text(name) or len(name.encode()) > LONGEST_NAME:
-            raise SourceError(
-                f"{path} has an array without a name, or with too long a one: {key:.300}", code="bad-name"
-            )
-        if name in leaves:
-            raise SourceError(
-                f"{path} has two arrays of the name {name!r}: a dot in a key is not escaped", code="duplicate-name"
-            )
+            raise SourceError(f"{path} has an array without a name, or too long a one: {key:.300}", code="bad-name")
+        if name in leaves:  # a dot in a key is not escaped
+            raise SourceError(f"{path} has two arrays of the name {name!r}", code="duplicate-name")
         leaves[name] = leaf
     uses_ocdbt = content.get("use_ocdbt")
     return SavedTree(
@@ -94,31 +91,23 @@ def read_tree(path: Place) -> SavedTree:
 def _leaf(path: Place, key: str, node: object) -> TreeLeaf | None:
     """Return a leaf by the text of the tuple of its path; None for an empty node."""
     match node:
-        case {"value_metadata": {"value_type": str(kind), **rest}}:
+        case {"value_metadata": {"value_type": str(kind), **rest}, **more}:
             if rest.get("skip_deserialize") is True:
                 return None
         case _:
             raise SourceError(f"{path} has no value_metadata for {key!r:.300}", code="bad-metadata")
     parts: Any = None
     if len(key) <= 4 * LONGEST_NAME:
-        try:
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             parts = ast.literal_eval(key)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            parts = None
     if not isinstance(parts, tuple) or len(parts) > _MOST_PARTS or not all(isinstance(part, str) for part in parts):
         raise SourceError(f"{path} has the key {key!r:.300}; expected a tuple of strings", code="bad-metadata")
-    types = [each.get("key_type") if isinstance(each, dict) else None for each in _key_metadata(node)]
-    types = types if len(types) == len(parts) else [None] * len(parts)
-    path_of_keys = tuple(map(_key, parts, types))
-    return TreeLeaf(path_of_keys, kind, kind in _ARRAYS)
+    keys = more.get("key_metadata")
+    keys = keys if isinstance(keys, list) and len(keys) == len(parts) else [None] * len(parts)
+    return TreeLeaf(tuple(map(_key, parts, keys)), kind, kind in _ARRAYS)
 
 
-def _key(part: str, kind: object) -> str | int:
+def _key(part: str, metadata: object) -> str | int:
     """Return a dict key, or the index of a sequence."""
-    is_index = kind == _SEQUENCE and part.isascii() and part.isdecimal() and len(part) < _MOST_DIGITS
-    return int(part) if is_index else part
-
-
-def _key_metadata(node: object) -> list[Any]:
-    keys = node.get("key_metadata") if isinstance(node, dict) else None
-    return keys if isinstance(keys, list) else []
+    is_index = isinstance(metadata, dict) and metadata.get("key_type") == _SEQUENCE
+    return int(part) if is_index and part.isascii() and part.isdecimal() and len(part) < _MOST_DIGITS else part

@@ -6,6 +6,7 @@ All files are listed at once. Links on a local disk are refused, because they co
 from __future__ import annotations
 
 import os
+from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard.core.storage.base import Status, read_error, stem_of_unfinished
@@ -114,34 +115,27 @@ class StoreFiles:
 
 
 def _walked(base: Place) -> dict[str, Status | None]:
-    """Return the state of each file of a local directory, by path; None for a directory.
-
-    The result is empty if the directory does not exist.
-    """
+    """Return the state of each file of a local directory, by path; None for a directory."""
     statuses: dict[str, Status | None] = {}
-    root = str(base)
-    waiting = [root]
-    while waiting:
-        directory = waiting.pop()
-        try:
-            with os.scandir(directory) as entries:
-                for entry in entries:
-                    if entry.is_symlink():
-                        raise SourceError(
-                            f"{entry.path} is a link; links in a zarr store are not followed", code="not-a-file"
-                        )
-                    if entry.is_dir():
-                        statuses[entry.path] = None
-                        waiting.append(entry.path)
-                    elif entry.is_file():
-                        statuses[entry.path] = Status.of(entry.stat())
-                        local_store().forget(entry.path)
-                    else:
-                        raise _is_other(entry.path)
-        except OSError as error:
-            if not (isinstance(error, FileNotFoundError) and directory == root):
-                raise read_error(SourceError, directory, error) from None
+    try:
+        for directory, below, files in os.walk(base, onerror=_raised):
+            for name in (*below, *files):
+                path = f"{directory}/{name}"
+                status = os.lstat(path)
+                if S_ISDIR(status.st_mode):
+                    statuses[path] = None
+                elif S_ISREG(status.st_mode):
+                    statuses[path] = Status.of(status)
+                    local_store().forget(path)
+                else:
+                    raise _is_other(path)
+    except OSError as error:
+        raise read_error(SourceError, error.filename, error) from None
     return statuses
+
+
+def _raised(error: OSError) -> None:
+    raise error
 
 
 def _listed(base: Place) -> dict[str, Status | None]:
@@ -154,4 +148,4 @@ def _listed(base: Place) -> dict[str, Status | None]:
 
 
 def _is_other(path: object) -> SourceError:
-    return SourceError(f"{path} is not a regular file; expected a chunk", code="not-a-file")
+    return SourceError(f"{path} is not a regular file; links in a zarr store are not followed", code="not-a-file")

@@ -121,19 +121,14 @@ class ArrayMetadata:
         return 16 * prod(self.inner) + 4
 
     def spans(self, path: object, nbytes: int, content: bytearray) -> tuple[tuple[int, int], ...]:
-        """Return the offset and length of each chunk of a shard.
-
-        Args:
-            path: the shard, for messages.
-            nbytes: its size.
-            content: its index, or all of the shard if that is shorter.
+        """Return the offset and length of each chunk of a shard of a size, given its index.
 
         Raises:
             SourceError: the index is damaged, or a chunk is not within the shard.
         """
         size = self.index_bytes
         if nbytes < size:
-            raise truncated(path, nbytes, size, facts=[f"the index of its {prod(self.inner)} chunks has {size} bytes"])
+            raise truncated(path, nbytes, size)
         if struct.unpack_from("<I", content, size - 4)[0] != crc32c(memoryview(content)[:-4]):
             raise SourceError(f"{path} has an index that does not match its checksum", code="wrong-checksum")
         spans = tuple(struct.iter_unpack("<QQ", bytes(content[:-4])))
@@ -142,11 +137,8 @@ class ArrayMetadata:
             is_inside = first <= offset and offset + length <= last
             is_whole = self.decode is not None or length == self.chunk_bytes
             if (offset, length) != (ABSENT, ABSENT) and not (is_inside and is_whole):
-                raise SourceError(
-                    f"{path} has chunk {number} at bytes {offset} to {offset + length} by its index",
-                    code="out-of-range",
-                    facts=[f"chunks are at bytes {first} to {last}", f"a chunk has {self.chunk_bytes} bytes"],
-                )
+                where = f"chunk {number} at bytes {offset} to {offset + length}"
+                raise SourceError(f"{path} cannot have {where}, as its index says", code="out-of-range")
         return spans
 
 
@@ -159,29 +151,18 @@ def _checked(array: ArrayMetadata, where: object) -> ArrayMetadata:
             raise SourceError(f"{where} has {label} {shown:.200}, which no array has", code="bad-shape")
     ranks = {len(array.shape), len(array.unit), len(array.chunk)}
     if len(ranks) > 1 or any(a % b for a, b in zip(array.unit, array.chunk, strict=True)):
-        raise SourceError(
-            f"{where} has a shape and chunks that do not fit", code="wrong-shape",
-            facts=[f"shape {shape_text(array.shape)}, chunks {shape_text(array.unit)} of {shape_text(array.chunk)}"],
-        )  # fmt: skip
+        shapes = f"shape {shape_text(array.shape)}, chunks {shape_text(array.unit)} of {shape_text(array.chunk)}"
+        raise SourceError(f"{where} has a shape and chunks that do not fit: {shapes}", code="wrong-shape")
     count = prod(counts(array.shape, array.chunk))
     if count > _MOST_CHUNKS:
-        raise SourceError(
-            f"{where} has {count} chunks; at most {_MOST_CHUNKS} are supported", code="too-many-blocks",
-            hint="write it with larger chunks",
-        )  # fmt: skip
+        raise SourceError(f"{where} has {count} chunks; at most {_MOST_CHUNKS} are supported", code="too-many-blocks")
     if array.separator not in ("/", "."):
         raise SourceError(f"{where} has separator {array.separator!r:.60}; expected '/' or '.'", code="bad-metadata")
     return array
 
 
 def parse_array(name: str, file: str, content: bytes, where: object) -> ArrayMetadata:
-    """Check and parse the metadata of an array, of the format that the name of their file says.
-
-    Args:
-        name: the path of the array in its store.
-        file: the name of the file.
-        content: its contents.
-        where: the path of the file, for messages.
+    """Check and parse the metadata of an array, by its path in the store and the name of the file of metadata.
 
     Raises:
         SourceError: they are inconsistent or malicious; of a dtype that no checkpoint has (`unknown-dtype`), or stored
@@ -199,8 +180,8 @@ def parse_v3(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMeta
             "node_type": "array", "shape": [*shape], "data_type": data_type, "codecs": [*codecs], "fill_value": fill,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [*unit], **of_grid}},
             "chunk_key_encoding": {"name": ("default" | "v2") as encoding, **more},
-        }:  # fmt: skip
-            options = more.pop("configuration", {})
+        } if isinstance(options := more.pop("configuration", {}), dict):  # fmt: skip
+            pass
         case _:
             raise SourceError(f"{where} does not describe an array of regular chunks", code="bad-metadata")
     refuse_unknown(where, "chunk_grid.", of_grid, ())
@@ -209,10 +190,8 @@ def parse_v3(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMeta
     compressors = [*_compressors(codecs)]
     if len(compressors) > 1 or metadata.get("storage_transformers"):
         # Compressed twice: neither size of a file bounds what is in between.
-        raise SourceError(
-            f"{where} has storage transformers, or several compressors: {names(compressors)}",
-            code="unsupported-storage", facts=["expected one compressor, or none"],
-        )  # fmt: skip
+        fault = f"has storage transformers, or several compressors: {names(compressors)}"
+        raise SourceError(f"{where} {fault}", code="unsupported-storage")
     stored = BY_NAME.get(data_type) if isinstance(data_type, str) else None
     if stored is None or stored in {STR, INT4}:
         raise SourceError(
@@ -221,9 +200,7 @@ def parse_v3(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMeta
     notes = own_notes(metadata)
     dtype = BY_NAME.get(str(notes.get("dtype", stored.name)))
     if dtype is None or dtype is STR or dtype.itemsize != stored.itemsize:
-        raise SourceError(
-            f"{where} stores {data_type}, but its attributes say dtype {notes.get('dtype')!r}", code="wrong-dtype"
-        )
+        raise SourceError(f"{where} has dtype {data_type}, and {notes.get('dtype')!r} in its notes", code="wrong-dtype")
     chunk, index = unit, ""
     match codecs:
         case [{"name": "sharding_indexed", "configuration": {"chunk_shape": [*inner], "codecs": [*of_inner], **rest}}]:
@@ -287,10 +264,8 @@ def _parse_v2(name: str, content: bytes, where: object) -> ArrayMetadata:
     compressor = metadata.get("compressor")
     kind = compressor.get("id") if isinstance(compressor, dict) else compressor
     if metadata.get("filters") or not (kind is None or isinstance(kind, str)):
-        raise SourceError(
-            f"{where} has compressor {compressor!r:.60} and filters {metadata.get('filters')!r:.60}",
-            code="unsupported-storage", facts=["expected a compressor or none, and no filters"],
-        )  # fmt: skip
+        fault = f"has compressor {compressor!r:.60} and filters {metadata.get('filters')!r:.60}, which are not read"
+        raise SourceError(f"{where} {fault}", code="unsupported-storage")
     decode: Decode | None = None if kind is None else zstd_chunk
     if kind not in {None, "zstd"} or order == "F" or stored.startswith(">"):
         known = stored if stored[0] in "<>|" else f"<u{dtype.itemsize}"
@@ -375,10 +350,8 @@ def parse_metadata(where: object, text: bytes) -> dict[str, Any]:
     refuse_unknown(where, "", content.keys() - needless, _KEYS.get(kind, content.keys()))
     attributes = content.get("attributes", {})
     if not isinstance(attributes, dict) or not isinstance(attributes.get(ATTRIBUTES, {}), dict):
-        raise SourceError(
-            f"{where} has the attributes {attributes!r:.60}; expected an object, and one in {ATTRIBUTES!r}",
-            code="bad-metadata",
-        )
+        fault = f"has the attributes {attributes!r:.60}; expected an object, and one in {ATTRIBUTES!r}"
+        raise SourceError(f"{where} {fault}", code="bad-metadata")
     refuse_unknown(where, f"attributes.{ATTRIBUTES}.", own_notes(content), _NOTED.get(kind, own_notes(content)))
     return content
 
@@ -387,10 +360,9 @@ def refuse_unknown(where: object, prefix: str, keys: Iterable[str], known: Colle
     """Raise `SourceError` if metadata have an unknown key; `prefix` is before keys in the message."""
     unknown = sorted(set(keys).difference(known))
     if unknown:
+        fault = f"has unknown keys: {names([f'{prefix}{key}' for key in unknown])}"
         raise SourceError(
-            f"{where} has unknown keys: {names([f'{prefix}{key}' for key in unknown])}",
-            code="unknown-key",
-            facts=[f"known keys: {names(sorted(known), most=20)}"],
+            f"{where} {fault}", code="unknown-key", facts=[f"known keys: {names(sorted(known), most=20)}"]
         )
 
 

@@ -5,21 +5,22 @@ Its files are numbered array by array: chunks or shards, then metadata; the grou
 
 from __future__ import annotations
 
+import json
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from reshard.core.records.schema import plain
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal, merged_notes
 from reshard.dtypes import BY_NAME
 from reshard.formats.sets.sidecars import Sidecars, shard_size
 from reshard.formats.zarr.layout import (
+    ATTRIBUTES,
     CARRIED,
     CARRIED_CHUNK,
     METADATA,
     NAME,
     Array,
-    array_json,
     escaped,
-    group_metadata,
     slab_bytes,
 )
 from reshard.kits.torch.carried import Carried
@@ -114,12 +115,12 @@ class ZarrStore(Target):
                     layouts[unit.valid] = array.file_layout(name, unit)
                 result.append(TargetFile(0, f"{directory}/{unit.path}", layouts[unit.valid]))
             metadata[directory] = self.metadata_of(array, self._attributes(items[name], array))
-            result.append(TargetFile(0, f"{directory}/{METADATA}", literal(array_json(metadata[directory]))))
+            result.append(TargetFile(0, f"{directory}/{METADATA}", _json(metadata[directory])))
         if self._carried and (described := self._carried.metadata()):
             metadata[CARRIED] = described
             if content := self._carried.content:
                 result.append(TargetFile(0, f"{CARRIED}/{CARRIED_CHUNK}", literal(content)))
-            result.append(TargetFile(0, f"{CARRIED}/{METADATA}", literal(array_json(described))))
+            result.append(TargetFile(0, f"{CARRIED}/{METADATA}", _json(described)))
         from reshard import __version__
 
         common = self._source.extras.common
@@ -130,8 +131,10 @@ class ZarrStore(Target):
             "version": __version__,
             **({"common": common} if common else {}),
         }
-        group = group_metadata(attributes, metadata if self.consolidates else {})
-        return (*result, TargetFile(0, METADATA, literal(group), last=True))
+        group: dict[str, Any] = {"attributes": {ATTRIBUTES: attributes}, "zarr_format": 3, "node_type": "group"}
+        if metadata and self.consolidates:  # so that a reader needs one request
+            group["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": metadata}
+        return (*result, TargetFile(0, METADATA, _json(group, None), last=True))
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of files that are left out, and of carried data with old names."""
@@ -151,6 +154,11 @@ class ZarrStore(Target):
         if self._directories[item.name] != item.name:
             attributes["name"] = item.name
         return attributes
+
+
+def _json(metadata: dict[str, Any], indent: int | None = 2) -> FileLayout:
+    """Return the layout of a file of metadata."""
+    return literal(json.dumps(metadata, indent=indent, default=plain).encode())
 
 
 class _CarriedInStore:
