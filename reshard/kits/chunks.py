@@ -178,21 +178,6 @@ def _slices(content: bytes | bytearray, nbytes: int) -> Iterator[memoryview]:
     return (view[begin : begin + nbytes] for begin in range(0, len(view), nbytes))
 
 
-def zstd_begun(head: bytes, most: int) -> bytes:
-    """Return the contents of the first whole blocks of a frame, at most `most` bytes.
-
-    Raises:
-        ValueError: it is not a frame, or its first block is not whole.
-    """
-    try:
-        content = zstd.ZstdDecompressor().decompress(head, most)
-    except zstd.ZstdError as error:
-        raise ValueError(str(error)) from None
-    if not content:
-        raise ValueError("it has no contents in its first block")
-    return content
-
-
 def _declared_bytes(encoded: bytes | bytearray) -> int | None:
     """Return the size of the contents in a frame's header; None without one."""
     try:

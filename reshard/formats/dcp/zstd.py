@@ -23,7 +23,7 @@ from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import bytes_text
 from reshard.formats.dcp.items import KnownHeads, Span, item, read_heads
-from reshard.kits.chunks import STRIDE, Chunk, TooLongError, zstd_begun, zstd_content
+from reshard.kits.chunks import STRIDE, Chunk, TooLongError, ZstdStream, zstd_content
 from reshard.kits.torch.archive import Archives, ZipPart, directory
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def read_streams(path: str, items: Sequence[tuple[tuple[int, int], int]]) -> tup
             )
             continue
         try:
-            content = zstd_begun(head, _DECODED_HEAD)
+            content = ZstdStream([head], _DECODED_HEAD).next(_DECODED_HEAD)
         except ValueError as error:
             entries.append(f"is not a zstd stream: {error}")
             continue

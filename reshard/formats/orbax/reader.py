@@ -21,7 +21,7 @@ from reshard.formats.orbax.tree import STRING, STRINGS, TreeLeaf, read_tree
 from reshard.formats.zarr.blocks import Arrays
 from reshard.formats.zarr.files import StoreFiles, read_values
 from reshard.formats.zarr.layout import METADATA as METADATA_V3
-from reshard.formats.zarr.metadata import ARRAY_V2, parse_array
+from reshard.formats.zarr.metadata import ARRAY_V2, parse_array, parse_node
 from reshard.formats.zarr.reader import store_notes, strings
 
 if TYPE_CHECKING:
@@ -165,9 +165,9 @@ def _metadata(values: Values, keys: Iterable[str]) -> dict[str, ArrayMetadata | 
     """Return the metadata of arrays by name, or why they are not valid."""
     result: dict[str, ArrayMetadata | SourceError] = {}
     for key, content in read_values(values, keys, _LARGEST_METADATA):
-        name, _, file = key.rpartition("/")
+        name = key.rpartition("/")[0]
         try:
-            result[name] = parse_array(name, file, content, key)
+            result[name] = parse_array(name, parse_node(key, content), key)
         except SourceError as error:
             result[name] = error
     return result

@@ -121,11 +121,11 @@ def _is_array(tree: Directory) -> bool:
     """Return whether a directory is an array, which is no checkpoint without its store."""
     if METADATA not in tree.files:
         return False
-    from reshard.formats.zarr.metadata import parse_metadata
+    from reshard.formats.zarr.metadata import parse_node
 
     try:
         raw = read_small(tree.place / METADATA, "metadata", _LARGEST_METADATA, SourceError)
-        return parse_metadata(tree.place / METADATA, raw).get("node_type") == "array"
+        return parse_node(tree.place / METADATA, raw).get("node_type") == "array"
     except SourceError:
         return False
 

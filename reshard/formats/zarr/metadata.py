@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from reshard.core.layout.block import Shape
+    from reshard.core.storage.places import Place
     from reshard.dtypes import DType
     from reshard.kits.chunks import Decode
 
@@ -161,20 +162,17 @@ def _checked(array: ArrayMetadata, where: object) -> ArrayMetadata:
     return array
 
 
-def parse_array(name: str, file: str, content: bytes, where: object) -> ArrayMetadata:
-    """Check and parse the metadata of an array, by its path in the store and the name of the file of metadata.
+def parse_array(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMetadata:
+    """Check and parse the metadata of an array, by its path in the store.
 
     Raises:
         SourceError: they are inconsistent or malicious; of a dtype that no checkpoint has (`unknown-dtype`), or stored
             in an unknown way (`unsupported-storage`).
     """
-    if file == ARRAY_V2:
-        return _parse_v2(name, content, where)
-    return parse_v3(name, parse_metadata(where, content), where)
+    return _checked((_parse_v2 if metadata["zarr_format"] == 2 else _parse_v3)(name, metadata, where), where)
 
 
-def parse_v3(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMetadata:
-    """Check and parse the metadata of an array of format 3; as for `parse_array`."""
+def _parse_v3(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMetadata:
     match metadata:
         case {
             "node_type": "array", "shape": [*shape], "data_type": data_type, "codecs": [*codecs], "fill_value": fill,
@@ -208,12 +206,11 @@ def parse_v3(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMeta
             is_known = rest.keys() <= _SHARDING and location in ("start", "end")
             if is_known and rest.get("index_codecs") == _INDEX_CODECS:  # otherwise zarr decodes the shard as one chunk
                 chunk, index, codecs = inner, location, of_inner
-    array = ArrayMetadata(
+    return ArrayMetadata(
         name, METADATA, tuple(shape), dtype, tuple(unit), tuple(chunk), index, _decode_v3(codecs, stored, chunk),
         options.get("separator", "/" if encoding == "default" else "."), "c" if encoding == "default" else "",
         fill_bytes(where, fill, stored), notes,
     )  # fmt: skip
-    return _checked(array, where)
 
 
 def _decode_v3(codecs: list[Any], stored: DType, chunk: list[int]) -> Decode | None:
@@ -249,10 +246,7 @@ def _compressors(codecs: Iterable[object]) -> Iterator[str]:
             yield from _compressors(listed if isinstance(listed, list) else ())
 
 
-def _parse_v2(name: str, content: bytes, where: object) -> ArrayMetadata:
-    """Check and parse a `.zarray`; as for `parse_array`."""
-    metadata = parse_json(where, content, 2)
-    refuse_unknown(where, "", metadata, _KEYS_V2)
+def _parse_v2(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMetadata:
     match metadata:
         case {"shape": [*shape], "chunks": [*chunk], "dtype": stored, "order": "C" | "F" as order}:
             separator = metadata.get("dimension_separator", ".")
@@ -272,11 +266,10 @@ def _parse_v2(name: str, content: bytes, where: object) -> ArrayMetadata:
         changed = {"shape": chunk, "dtype": known, "fill_value": None, "filters": None, "dimension_separator": "."}
         one = json.dumps({**metadata, **changed}).encode()
         decode = ZarrCodec(one, ARRAY_V2, ".".join(["0"] * len(chunk)) or "0", kind == "blosc")
-    array = ArrayMetadata(
+    return ArrayMetadata(
         name, ARRAY_V2, tuple(shape), dtype, tuple(chunk), tuple(chunk), "", decode, separator, "",
         fill_bytes(where, metadata.get("fill_value"), dtype), {},
     )  # fmt: skip
-    return _checked(array, where)
 
 
 def _dtype_v2(text: object) -> DType | None:
@@ -319,30 +312,26 @@ def fill_bytes(where: object, value: object, stored: DType) -> bytes:
         raise SourceError(f"{where} has fill value {value!r}, which is not a {stored}", code="bad-value") from None
 
 
-def parse_json(where: object, text: bytes, version: int) -> dict[str, Any]:
-    """Parse a file of metadata.
+def parse_node(where: Place | str, text: bytes) -> dict[str, Any]:
+    """Parse and check the metadata of a group or an array, of the format that the name of their file says.
+
+    As the specification requires, an unknown key is ignored only if its `must_understand` is false.
 
     Raises:
-        SourceError: it is not a JSON object of this version of zarr's format.
+        SourceError: they are not valid, or have unknown keys.
     """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{where} is not JSON", code="not-json", facts=[str(error)]) from None
-    if not isinstance(content, dict) or content.get("zarr_format") != version:
-        raise SourceError(f"{where} is not metadata of zarr's format {version}", code="bad-metadata")
-    return content
-
-
-def parse_metadata(where: object, text: bytes) -> dict[str, Any]:
-    """Parse and check a `zarr.json`.
-
-    As the specification requires, an unknown key is ignored only if its `must_understand` is false.
-
-    Raises:
-        SourceError: it is not valid, or has unknown keys.
-    """
-    content = parse_json(where, text, 3)
+    file = str(where).rpartition("/")[2]
+    if not isinstance(content, dict) or content.get("zarr_format") != (3 if file == METADATA else 2):
+        raise SourceError(
+            f"{where} is not metadata of zarr's format {3 if file == METADATA else 2}", code="bad-metadata"
+        )
+    if file != METADATA:
+        refuse_unknown(where, "", content, _KEYS_V2)
+        return content
     kind = str(content.get("node_type"))
     needless = {
         key for key, value in content.items() if isinstance(value, dict) and value.get("must_understand") is False
@@ -352,7 +341,8 @@ def parse_metadata(where: object, text: bytes) -> dict[str, Any]:
     if not isinstance(attributes, dict) or not isinstance(attributes.get(ATTRIBUTES, {}), dict):
         fault = f"has the attributes {attributes!r:.60}; expected an object, and one in {ATTRIBUTES!r}"
         raise SourceError(f"{where} {fault}", code="bad-metadata")
-    refuse_unknown(where, f"attributes.{ATTRIBUTES}.", own_notes(content), _NOTED.get(kind, own_notes(content)))
+    notes = own_notes(content)
+    refuse_unknown(where, f"attributes.{ATTRIBUTES}.", notes, _NOTED.get(kind, notes))
     return content
 
 

@@ -18,15 +18,7 @@ from reshard.errors import SourceError, names
 from reshard.formats.zarr.blocks import Arrays
 from reshard.formats.zarr.files import GROUP_V2, StoreFiles, read_values
 from reshard.formats.zarr.layout import ATTRIBUTES, CARRIED, CARRIED_CHUNK, METADATA, NAME
-from reshard.formats.zarr.metadata import (
-    ARRAY_V2,
-    LARGEST_METADATA,
-    own_notes,
-    parse_array,
-    parse_json,
-    parse_metadata,
-    parse_v3,
-)
+from reshard.formats.zarr.metadata import ARRAY_V2, LARGEST_METADATA, own_notes, parse_array, parse_node
 from reshard.kits.torch.carried import BUCKET, BUCKETS
 from reshard.kits.torch.names import BACKEND, COMMON
 
@@ -35,7 +27,6 @@ if TYPE_CHECKING:
 
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.storage.places import Place
-    from reshard.formats.zarr.metadata import ArrayMetadata
 
 _LARGEST_COMMON = 1 << 20
 _UNREADABLE = {"unknown-dtype", "unsupported-storage", "too-many-blocks"}
@@ -57,16 +48,11 @@ def open_store(root: Place, *, contents: object = True) -> Checkpoint:  # noqa: 
             f"{root} is an unfinished zarr store: it has no {METADATA}", code="unfinished", hint="write it again"
         )
     ((_, content),) = read_values(files, [top], LARGEST_METADATA)
-    if top == GROUP_V2:
-        parse_json(files.base / top, content, 2)
-        store = _Store(files, top, {})
-        store.add_arrays_v2()
-    else:
-        metadata = parse_metadata(files.base / top, content)
-        if metadata.get("node_type") != "group":
-            raise _not_a_group(files.base / top, metadata.get("node_type"))
-        store = _Store(files, top, own_notes(metadata))
-        store.add_arrays()
+    metadata = parse_node(files.base / top, content)
+    if top == METADATA and metadata.get("node_type") != "group":
+        raise _not_a_group(files.base / top, metadata.get("node_type"))
+    store = _Store(files, top, own_notes(metadata))
+    store.add_arrays(METADATA if top == METADATA else ARRAY_V2)
     return store.checkpoint(str(root))
 
 
@@ -81,90 +67,59 @@ def store_notes(root: Place) -> dict[str, Any] | None:
     path = root / METADATA
     if not path.is_there():
         return None
-    return own_notes(parse_metadata(path, read_small(path, "metadata", LARGEST_METADATA, SourceError)))
+    return own_notes(parse_node(path, read_small(path, "metadata", LARGEST_METADATA, SourceError)))
 
 
 class _Store:
-    """Gathers the arrays of a store.
-
-    Args:
-        files: its files.
-        top: the file of the metadata of the group.
-        notes: the notes of this program in them.
-    """
+    """Gathers the arrays of a store; `notes` are those of this program in the metadata of the group, the file `top`."""
 
     def __init__(self, files: StoreFiles, top: str, notes: Mapping[str, Any]) -> None:
         self._files, self._base, self._top, self._notes = files, files.base, f"{files.base}/{top}", notes
         self._arrays = Arrays(NAME, streams=False)
         self._arrays.add_files(files)
         self._unreadable: dict[str, str] = {}
-        self._extras = Extras(METADATA, common=_common(notes))
+        common = notes.get("common")  # the state of a training that the source of the store kept as JSON
+        is_common = isinstance(common, str) and len(common) <= _LARGEST_COMMON
+        self._extras = Extras(METADATA, common=common if is_common else "")
 
-    def _keys(self, file: str) -> list[str]:
-        """Return the files of a name below the store, those of groups before those of their members."""
-        directories = [path.rpartition("/")[0] for path in self._files.paths() if path.endswith(f"/{file}")]
-        return [f"{directory}/{file}" for directory in sorted(directories)]
+    def add_arrays(self, file: str) -> None:
+        """Add the arrays that files of a name describe, but the one of what is carried.
 
-    def add_arrays_v2(self) -> None:
-        """Add the arrays of format 2; programs may leave out the metadata of groups between."""
-        for key, content in read_values(self._files, self._keys(ARRAY_V2), LARGEST_METADATA):
-            name = key.rpartition("/")[0]
-            try:
-                self._add(name, parse_array(name, ARRAY_V2, content, self._base / key))
-            except SourceError as error:
-                self._note(name, error)
-
-    def add_arrays(self) -> None:
-        """Add the arrays of format 3, but the one of what is carried."""
+        Programs may leave out the metadata of groups of format 2 between.
+        """
+        directories = sorted(path.rpartition("/")[0] for path in self._files.paths() if path.endswith(f"/{file}"))
         groups = {""}
-        for key, content in read_values(self._files, self._keys(METADATA), LARGEST_METADATA):
+        for key, content in read_values(self._files, [f"{each}/{file}" for each in directories], LARGEST_METADATA):
             directory, path = key.rpartition("/")[0], self._base / key
-            if directory.rpartition("/")[0] not in groups:
+            if file == METADATA and directory.rpartition("/")[0] not in groups:
                 continue
-            metadata = parse_metadata(path, content)
-            notes = own_notes(metadata)
+            metadata = parse_node(path, content)
             if metadata.get("node_type") == "group":
                 groups.add(directory)
-            elif directory == CARRIED:
-                self._extras = self._carried(path, notes)
+            elif directory == CARRIED and self._notes:
+                self._extras = self._carried(path, own_notes(metadata))
             else:
-                self._add_array(directory, metadata, notes, path)
+                self._add_array(directory, metadata, path)
 
-    def _add_array(self, directory: str, metadata: Mapping[str, Any], notes: Mapping[str, Any], path: Place) -> None:
+    def _add_array(self, directory: str, metadata: Mapping[str, Any], path: Place) -> None:
+        notes = own_notes(metadata)
         name = notes.get("name", directory)
         if not isinstance(name, str) or name in self._arrays.tensors or name in self._unreadable:
             raise SourceError(f"{path} has a second tensor {name!r}, or its name is not text", code="bad-name")
-        listed_names = self._notes.get("tensors")
-        if notes and not self._notes:
+        own_names = self._notes.get("tensors")
+        is_own = bool(notes) or (isinstance(own_names, list) and name in own_names)
+        if is_own and not (self._notes and "dtype" in notes):
             raise SourceError(
-                f"{self._top} has no notes of reshard, but array {name!r} has",
-                code="missing-notes",
-                facts=[f"expected {ATTRIBUTES!r} in its attributes; texts may be lost"],
-                hint="open the group that reshard wrote, or write it again",
-            )
-        if (notes or (isinstance(listed_names, list) and name in listed_names)) and "dtype" not in notes:
-            raise SourceError(
-                f"{path} has no notes of reshard, which wrote it",
-                code="missing-notes",
-                facts=[f"expected a dtype in {ATTRIBUTES!r} in its attributes"],
-                hint="write the store again",
-            )
+                f"{path if self._notes else self._top} has no notes of reshard, which wrote array {name!r}",
+                code="missing-notes", facts=[f"expected {ATTRIBUTES!r} in its attributes"], hint="write it again",
+            )  # fmt: skip
         try:
-            self._add(name, parse_v3(directory, metadata, path))
+            array = parse_array(directory, metadata, path)
+            self._arrays.add(name, array, self._files, str(path), complete=is_own)
         except SourceError as error:
-            if notes:
+            if is_own or error.code not in _UNREADABLE:
                 raise
-            self._note(name, error)
-
-    def _add(self, name: str, array: ArrayMetadata) -> None:
-        described = f"{self._base}/{array.name}/{array.file}"
-        self._arrays.add(name, array, self._files, described, complete=bool(array.notes))
-
-    def _note(self, name: str, error: SourceError) -> None:
-        """Note why an array of another program is not read; raise the error if it is of another kind."""
-        if error.code not in _UNREADABLE:
-            raise error
-        self._unreadable[name] = error.message
+            self._unreadable[name] = error.message
 
     def checkpoint(self, root: str) -> Checkpoint:
         """Return the store as a checkpoint of one rank."""
@@ -243,12 +198,6 @@ class _CarriedRecord:
     beside: dict[str, Count]
     paths: dict[str, _KeyPath] | None
     shard_size: Count
-
-
-def _common(notes: Mapping[str, Any]) -> str:
-    """Return the state of a training that the source of the store kept as JSON, or ""."""
-    common = notes.get("common")
-    return common if isinstance(common, str) and len(common) <= _LARGEST_COMMON else ""
 
 
 def strings(texts: object, where: object) -> dict[str, str]:
