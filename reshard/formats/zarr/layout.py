@@ -4,7 +4,7 @@
    fit a size limit (`cut`). If the shape does not divide, the last chunk is stored whole, padded with zeros.
 2. Small chunks are combined into shards: files of consecutive chunks with an index at the end.
 3. Each file, a chunk or a shard, is a `Unit`. Uncompressed files are ordinary target files with known offsets;
-   compressed ones are assembled in memory (`compression`).
+   compressed ones are assembled in memory (`codec`).
 
 Only the first axis along which an array is cut can have a partial last chunk, so the tensor's bytes in a chunk are the
 beginning of the chunk. bfloat16, float8 and int4, which zarr lacks, are stored as integers of their width, with the

@@ -13,6 +13,7 @@ zarr 3.1 wrote.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -58,7 +59,9 @@ _NOTED = {
     "group": {"common", "tensors", "texts", "notes", "source", "version", "sources", "strategy"},  # the last two: older
     "array": {"dtype", "listed", "layout", "name", "carried"},
 }
-_KINDS_V2 = {"b": "bool", "c": "complex", "f": "float", "i": "int", "u": "uint"}
+_NUMPY_NAMES = {"b1": "bool"} | {
+    f"{kind[0]}{int(bits) // 8}": kind + bits for kind, bits in re.findall(r"([a-z]+)(\d+)", " ".join(NATIVE))
+}
 
 _LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 _ONE_BYTE = ({"name": "bytes"}, {"name": "bytes", "configuration": {}})  # elements of one byte have no order
@@ -280,34 +283,25 @@ def _dtype_v2(text: object) -> DType | None:
     """
     if not isinstance(text, str):
         return None
-    if text[:1] not in {"<", ">", "|"}:
-        dtype = BY_NAME.get(text)
-        return None if dtype in {INT4, STR} else dtype
-    kind, size = _KINDS_V2.get(text[1:2]), text[2:]
-    if kind is None or not (size.isascii() and size.isdigit()) or len(size) > 1 or (text[0] == "|" and size != "1"):
-        return None
-    return BY_NAME.get(kind if kind == "bool" else f"{kind}{8 * int(size)}")
+    dtype = BY_NAME.get(_NUMPY_NAMES.get(text[1:], "") if text[:1] in {"<", ">", "|"} else text)
+    return None if dtype in {INT4, STR} else dtype
 
 
-def fill_bytes(where: object, value: object, stored: DType) -> bytes:
+def fill_bytes(where: object, value: Any, stored: DType) -> bytes:
     """Return the bytes of a fill value."""
     if value in (0, None) and not isinstance(value, float):  # also False
         return bytes(stored.itemsize)
-    if isinstance(value, str) and value.startswith("0x") and len(value) == 2 + 2 * stored.itemsize:
-        try:
-            return bytes.fromhex(value[2:])[::-1]
-        except ValueError:
-            value = object()
     import numpy as np
 
     kind = stored.numpy()
-    number: Any = value
     try:
-        if isinstance(value, list) and kind.kind == "c":
-            number = complex(*map(float, value))
+        if isinstance(value, str) and value.startswith("0x"):
+            value = np.frombuffer(bytes.fromhex(value[2:])[::-1], kind)
+        elif isinstance(value, list) and kind.kind == "c":
+            value = complex(*map(float, value))
         elif kind.kind not in "biu":
-            number = float(number)  # also "NaN" and "-Infinity"
-        return np.asarray(number, kind).reshape(()).tobytes()
+            value = float(value)  # also "NaN" and "-Infinity"
+        return np.asarray(value, kind).reshape(()).tobytes()
     except (TypeError, ValueError, OverflowError):
         raise SourceError(f"{where} has fill value {value!r}, which is not a {stored}", code="bad-value") from None
 

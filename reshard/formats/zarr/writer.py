@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reshard.core.storage.base import TargetCoding
     from reshard.core.target import Assigned, TargetInputs, TargetTensor
     from reshard.dtypes import DType
-    from reshard.formats.zarr.compression import Compression
+    from reshard.formats.zarr.codec import Compression
 
 _BYTE = BY_NAME["uint8"]
 
@@ -86,7 +86,7 @@ class ZarrStore(Target):
         arrays = [array for array in arrays if array.level is not None]
         if not arrays:
             return None
-        from reshard.formats.zarr.compression import Compression  # imported only if needed
+        from reshard.formats.zarr.codec import Compression  # imported only if needed
 
         units = {
             f"{self._directories[name]}/{unit.path}": (array, unit)
