@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from reshard.core.model.checkpoint import Checkpoint, Tensor
     from reshard.core.storage.places import Place
     from reshard.formats.zarr.files import StoredValue, Values
-    from reshard.formats.zarr.metadata import ArrayMetadata
 
 _STRINGS, _SHARDING = "_strings.json", "_sharding"
 
@@ -94,48 +93,54 @@ class _OrbaxItems:
 
     def add(self, directory: Place, listing: Sequence[str], prefix: str) -> None:
         """Add an item; `prefix` is before the names of its arrays."""
-        tree = read_tree(directory / METADATA) if METADATA in listing else None
+        tree = _read_tree(directory / METADATA) if METADATA in listing else None
         files = StoreFiles(directory)
         self._arrays.add_files(files)
         databases = _databases(listing, tree)
         values = self._values(files, databases, tree)
-        notes = store_notes(directory) if METADATA_V3 in listing else None  # of an item that reshard wrote
-        keys = values if isinstance(values, dict) else files.paths()
         ends = f"/{ARRAY_V2}", f"/{METADATA_V3}"
+        keys = values if isinstance(values, dict) else files.paths()
         found = {name: key for key in keys if key.endswith(ends) and (name := key.rpartition("/")[0])}
+        leaves = tree.leaves if tree else {name: _Leaf((name,)) for name in found}
         if tree is None:
             self.warnings.append(f"{directory} has no {METADATA}: arrays are named as they are stored")
-        leaves = tree.leaves if tree else {name: TreeLeaf((name,)) for name in found}
         if unlisted := sorted(found.keys() - leaves.keys()):
             self.warnings.append(f"{METADATA} does not list {names(unlisted, most=3)}, which is not read")
-        metadata = _metadata(values, [found[name] for name in leaves if name in found])
+        self._add_paths(leaves, prefix)
         kept = f"{files.base}/{METADATA if tree else f'{databases[0]}{MANIFEST}'}"
         before = len(self._arrays.tensors)
-        for name, leaf in leaves.items():
-            full_name = prefix + name
-            if full_name in self._paths:
-                raise SourceError(f"{self.directory} has {full_name!r} in two items", code="duplicate-name")
-            self._paths[full_name] = (*filter(None, [prefix[:-1]]), *leaf.path)
+        for key, content in read_values(values, [found[name] for name in leaves if name in found], _LARGEST_METADATA):
+            name = key.rpartition("/")[0]
             try:
-                if name in metadata:
-                    array = metadata[name]
-                    if isinstance(array, SourceError):
-                        raise array
-                    complete = bool(array.notes) or (tree is not None and tree.stores_fill)
-                    self._arrays.add(full_name, array, values, kept, complete=complete)
-                elif leaf.kind == "string":
-                    self._objects[full_name] = Object(problem=f"is a string, in {_STRINGS}")
-                else:
-                    kind = "lost: no metadata of it are" if leaf.kind in _ARRAYS else f"a {leaf.kind}, which is not"
-                    self._unreadable[full_name] = f"is {kind} in the files"
+                array = parse_array(name, parse_node(key, content), key)
+                complete = bool(array.notes) or (tree is not None and tree.stores_fill)
+                self._arrays.add(prefix + name, array, values, kept, complete=complete)
             except SourceError as error:
-                self._unreadable[full_name] = f"cannot be read: {error.message}"
+                self._unreadable[prefix + name] = f"cannot be read: {error.message}"
+        for name, leaf in leaves.items():
+            if name not in found:
+                self._note_absent(prefix + name, leaf.kind)
+        notes = store_notes(directory) if METADATA_V3 in listing else None  # of an item that reshard wrote
         for name, text in strings((notes or {}).get("texts", {}), directory).items():
             self._arrays.add_text(prefix + name, text, kept)
         self._described[kept] = dict([*self._arrays.tensors.items()][before:])
-        self._shardings |= {prefix + name: text for name, text in read_shardings(directory / _SHARDING).items()}
+        self._shardings |= {prefix + name: text for name, text in _read_shardings(directory / _SHARDING).items()}
 
-    def _values(self, files: StoreFiles, databases: Sequence[str], tree: SavedTree | None) -> Values:
+    def _add_paths(self, leaves: Mapping[str, _Leaf], prefix: str) -> None:
+        for name, leaf in leaves.items():
+            if prefix + name in self._paths:
+                raise SourceError(f"{self.directory} has {prefix + name!r} in two items", code="duplicate-name")
+            self._paths[prefix + name] = (*filter(None, [prefix[:-1]]), *leaf.path)
+
+    def _note_absent(self, name: str, kind: str) -> None:
+        """Note why a leaf without metadata of an array is not read."""
+        if kind == "string":
+            self._objects[name] = Object(problem=f"is a string, in {_STRINGS}")
+        else:
+            reason = "lost: no metadata of it are" if kind in _ARRAYS else f"a {kind}, which is not"
+            self._unreadable[name] = f"is {reason} in the files"
+
+    def _values(self, files: StoreFiles, databases: Sequence[str], tree: _Tree | None) -> Values:
         """Return the values of an item, in databases or in files."""
         if not databases and tree is not None and tree.uses_ocdbt:
             raise SourceError(
@@ -157,14 +162,14 @@ class _OrbaxItems:
         tensors = self._arrays.tensors
         if not tensors:
             raise SourceError(f"{self.directory}: {nothing_readable(self._unreadable)}", code="no-tensors")
-        layouts = arrangement(self._shardings, {name: tensor.spec.shape for name, tensor in tensors.items()})
+        layouts = _arrangement(self._shardings, {name: tensor.spec.shape for name, tensor in tensors.items()})
         return self._arrays.checkpoint(
             str(self.directory), self._described, unreadable=self._unreadable, warnings=self.warnings,
             extras=Extras(METADATA, layouts, objects=self._objects, paths=self._paths),
         )  # fmt: skip
 
 
-def _databases(listing: Iterable[str], tree: SavedTree | None) -> list[str]:
+def _databases(listing: Iterable[str], tree: _Tree | None) -> list[str]:
     """Return the paths of the databases of an item, which end with a slash; one is empty: the item itself."""
     if tree is not None and tree.uses_ocdbt is False:  # an array may be named like a file of a database
         return []
@@ -176,25 +181,13 @@ def _databases(listing: Iterable[str], tree: SavedTree | None) -> list[str]:
     ]
 
 
-def _metadata(values: Values, keys: Iterable[str]) -> dict[str, ArrayMetadata | SourceError]:
-    """Return the metadata of arrays by name, or why they are not valid."""
-    result: dict[str, ArrayMetadata | SourceError] = {}
-    for key, content in read_values(values, keys, _LARGEST_METADATA):
-        name = key.rpartition("/")[0]
-        try:
-            result[name] = parse_array(name, parse_node(key, content), key)
-        except SourceError as error:
-            result[name] = error
-    return result
-
-
 # --- the tree that a checkpoint was saved from: `_METADATA`, and the strings in it ---
 #
 # Arrays are stored by the parts of their paths, joined by dots. A dot in a part is not escaped, so that the path is
 # taken from the metadata, and two arrays may have the same name, which is refused.
 
 
-class TreeLeaf(NamedTuple):
+class _Leaf(NamedTuple):
     """A leaf of the tree.
 
     Attributes:
@@ -206,7 +199,7 @@ class TreeLeaf(NamedTuple):
     kind: str = ""
 
 
-class SavedTree(NamedTuple):
+class _Tree(NamedTuple):
     """The tree of one item.
 
     Attributes:
@@ -215,19 +208,19 @@ class SavedTree(NamedTuple):
         uses_ocdbt: values are in a database; None if it is not known.
     """
 
-    leaves: Mapping[str, TreeLeaf]
+    leaves: Mapping[str, _Leaf]
     stores_fill: bool
     uses_ocdbt: bool | None
 
 
-def read_tree(path: Place) -> SavedTree:
+def _read_tree(path: Place) -> _Tree:
     """Return the tree that `_METADATA` describes.
 
     Raises:
         SourceError: it is not valid, or two arrays have the same name.
     """
     content = read_object(path)
-    leaves: dict[str, TreeLeaf] = {}
+    leaves: dict[str, _Leaf] = {}
     tree = content.get("tree_metadata")
     if not isinstance(tree, dict):
         raise SourceError(f"{path} has no tree_metadata, an object", code="bad-metadata")
@@ -242,13 +235,13 @@ def read_tree(path: Place) -> SavedTree:
             raise SourceError(f"{path} has two arrays of the name {name!r}", code="duplicate-name")
         leaves[name] = leaf
     uses_ocdbt = content.get("use_ocdbt")
-    return SavedTree(
+    return _Tree(
         leaves, content.get("store_array_data_equal_to_fill_value") is True,
         uses_ocdbt if isinstance(uses_ocdbt, bool) else None,
     )  # fmt: skip
 
 
-def _leaf(path: Place, key: str, node: object) -> TreeLeaf | None:
+def _leaf(path: Place, key: str, node: object) -> _Leaf | None:
     """Return a leaf by the text of the tuple of its path; None for an empty node."""
     match node:
         case {"value_metadata": {"value_type": str(kind), **rest}, **more}:
@@ -264,7 +257,7 @@ def _leaf(path: Place, key: str, node: object) -> TreeLeaf | None:
         raise SourceError(f"{path} has the key {key!r:.300}; expected a tuple of strings", code="bad-metadata")
     keys = more.get("key_metadata")
     keys = keys if isinstance(keys, list) and len(keys) == len(parts) else [None] * len(parts)
-    return TreeLeaf(tuple(map(_key, parts, keys)), kind)
+    return _Leaf(tuple(map(_key, parts, keys)), kind)
 
 
 def _key(part: str, metadata: object) -> str | int:
@@ -279,7 +272,7 @@ def _key(part: str, metadata: object) -> str | int:
 # that is not understood is no error, and has no layout.
 
 
-def read_shardings(path: Place) -> dict[str, str]:
+def _read_shardings(path: Place) -> dict[str, str]:
     """Return the JSON text of the sharding of each array, by name; none if the file is not valid."""
     try:
         content = read_object(path)
@@ -288,7 +281,7 @@ def read_shardings(path: Place) -> dict[str, str]:
         return {}
 
 
-def arrangement(shardings: Mapping[str, str], shapes: Mapping[str, Shape]) -> Arrangement | None:
+def _arrangement(shardings: Mapping[str, str], shapes: Mapping[str, Shape]) -> Arrangement | None:
     """Return the layouts of arrays by the JSON texts of their shardings; None if none is known."""
     kinds = {(shardings[name], len(shape)) for name, shape in shapes.items() if name in shardings}
     known = {kind: mesh for kind in kinds if (mesh := _mesh(*kind))}

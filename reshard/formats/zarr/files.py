@@ -118,7 +118,7 @@ def _walked(base: Place) -> dict[str, Status | None]:
     """Return the state of each file of a local directory, by path; None for a directory."""
     statuses: dict[str, Status | None] = {}
     try:
-        for directory, below, files in os.walk(base, onerror=_raised):
+        for directory, below, files in os.walk(str(base), onerror=_raised):
             for name in (*below, *files):
                 path = f"{directory}/{name}"
                 status = os.lstat(path)
@@ -141,7 +141,7 @@ def _raised(error: OSError) -> None:
 def _listed(base: Place) -> dict[str, Status | None]:
     """Return the state of each file below a URL, by URL."""
     base.refresh()
-    files = base.files()
+    files = [*base.files()]
     # Mostly answered from the listing; one request each if the file system has dropped it.
     statuses = map_ordered(lambda path: path.status(), files, workers_at(files))
     return dict(zip(map(str, files), statuses, strict=True))

@@ -144,9 +144,8 @@ class ZarrGroup(Options):
             most = MOST_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES // across
             chunk = cut(block, most // dtype.itemsize)
         nbytes = prod(chunk) * dtype.itemsize
-        most = self.shard_size
-        if most is None:
-            most = SHARD_BYTES if nbytes < SMALL_CHUNK_BYTES else 0
+        usual = SHARD_BYTES if nbytes < SMALL_CHUNK_BYTES else 0
+        most = usual if self.shard_size is None else self.shard_size
         many = cut(counts(shape, chunk), most // nbytes)
         shard = tuple(map(int.__mul__, many, chunk)) if prod(many) > 1 else None
         return Array(shape, dtype, chunk, shard, self.level)

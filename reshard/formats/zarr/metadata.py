@@ -208,7 +208,7 @@ def _parse_v3(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMet
             location = rest.get("index_location", "end")
             is_known = rest.keys() <= _SHARDING and location in ("start", "end")
             if is_known and rest.get("index_codecs") == _INDEX_CODECS:  # otherwise zarr decodes the shard as one chunk
-                chunk, index, codecs = inner, location, of_inner
+                chunk, index, codecs = inner, str(location), of_inner
     return ArrayMetadata(
         name, METADATA, tuple(shape), dtype, tuple(unit), tuple(chunk), index, _decode_v3(codecs, stored, chunk),
         options.get("separator", "/" if encoding == "default" else "."), "c" if encoding == "default" else "",
@@ -340,7 +340,7 @@ def parse_node(where: Place | str, text: bytes) -> dict[str, Any]:
     return content
 
 
-def refuse_unknown(where: object, prefix: str, keys: Iterable[str], known: Collection[str]) -> None:
+def refuse_unknown(where: object, prefix: str, keys: Iterable[Any], known: Collection[str]) -> None:
     """Raise `SourceError` if metadata have an unknown key; `prefix` is before keys in the message."""
     unknown = sorted(set(keys).difference(known))
     if unknown:

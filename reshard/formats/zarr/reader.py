@@ -79,8 +79,8 @@ class _Store:
         self._arrays.add_files(files)
         self._unreadable: dict[str, str] = {}
         common = notes.get("common")  # the state of a training that the source of the store kept as JSON
-        is_common = isinstance(common, str) and len(common) <= _LARGEST_COMMON
-        self._extras = Extras(METADATA, common=common if is_common else "")
+        common = common if isinstance(common, str) and len(common) <= _LARGEST_COMMON else ""
+        self._extras = Extras(METADATA, common=common)
 
     def add_arrays(self, file: str) -> None:
         """Add the arrays that files of a name describe, but the one of what is carried.
