@@ -33,7 +33,7 @@ from reshard.formats.zarr.metadata import ARRAY_V2, parse_array, parse_node
 from reshard.formats.zarr.reader import store_notes, strings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.checkpoint import Checkpoint, Tensor
@@ -102,29 +102,31 @@ class _OrbaxItems:
         keys = values if isinstance(values, dict) else files.paths()
         found = {name: key for key in keys if key.endswith(ends) and (name := key.rpartition("/")[0])}
         leaves = tree.leaves if tree else {name: _Leaf((name,)) for name in found}
-        if tree is None:
-            self.warnings.append(f"{directory} has no {METADATA}: arrays are named as they are stored")
-        if unlisted := sorted(found.keys() - leaves.keys()):
-            self.warnings.append(f"{METADATA} does not list {names(unlisted, most=3)}, which is not read")
+        self._warn(directory, found.keys() - leaves.keys(), has_tree=tree is not None)
         self._add_paths(leaves, prefix)
+        stores_fill = tree is not None and tree.stores_fill
         kept = f"{files.base}/{METADATA if tree else f'{databases[0]}{MANIFEST}'}"
         before = len(self._arrays.tensors)
         for key, content in read_values(values, [found[name] for name in leaves if name in found], _LARGEST_METADATA):
             name = key.rpartition("/")[0]
             try:
                 array = parse_array(name, parse_node(key, content), key)
-                complete = bool(array.notes) or (tree is not None and tree.stores_fill)
-                self._arrays.add(prefix + name, array, values, kept, complete=complete)
+                self._arrays.add(prefix + name, array, values, kept, complete=stores_fill or bool(array.notes))
             except SourceError as error:
                 self._unreadable[prefix + name] = f"cannot be read: {error.message}"
-        for name, leaf in leaves.items():
-            if name not in found:
-                self._note_absent(prefix + name, leaf.kind)
+        self._note_absent({prefix + name: leaf.kind for name, leaf in leaves.items() if name not in found})
         notes = store_notes(directory) if METADATA_V3 in listing else None  # of an item that reshard wrote
         for name, text in strings((notes or {}).get("texts", {}), directory).items():
             self._arrays.add_text(prefix + name, text, kept)
         self._described[kept] = dict([*self._arrays.tensors.items()][before:])
         self._shardings |= {prefix + name: text for name, text in _read_shardings(directory / _SHARDING).items()}
+
+    def _warn(self, directory: Place, unlisted: Collection[str], *, has_tree: bool) -> None:
+        """Warn of a missing tree, and of arrays that it does not list."""
+        if not has_tree:
+            self.warnings.append(f"{directory} has no {METADATA}: arrays are named as they are stored")
+        if unlisted:
+            self.warnings.append(f"{METADATA} does not list {names(sorted(unlisted), most=3)}, which is not read")
 
     def _add_paths(self, leaves: Mapping[str, _Leaf], prefix: str) -> None:
         for name, leaf in leaves.items():
@@ -132,13 +134,14 @@ class _OrbaxItems:
                 raise SourceError(f"{self.directory} has {prefix + name!r} in two items", code="duplicate-name")
             self._paths[prefix + name] = (*filter(None, [prefix[:-1]]), *leaf.path)
 
-    def _note_absent(self, name: str, kind: str) -> None:
-        """Note why a leaf without metadata of an array is not read."""
-        if kind == "string":
-            self._objects[name] = Object(problem=f"is a string, in {_STRINGS}")
-        else:
-            reason = "lost: no metadata of it are" if kind in _ARRAYS else f"a {kind}, which is not"
-            self._unreadable[name] = f"is {reason} in the files"
+    def _note_absent(self, kinds: Mapping[str, str]) -> None:
+        """Note why leaves of some kinds, which have no metadata of an array, are not read."""
+        for name, kind in kinds.items():
+            if kind == "string":
+                self._objects[name] = Object(problem=f"is a string, in {_STRINGS}")
+            else:
+                reason = "lost: no metadata of it are" if kind in _ARRAYS else f"a {kind}, which is not"
+                self._unreadable[name] = f"is {reason} in the files"
 
     def _values(self, files: StoreFiles, databases: Sequence[str], tree: _Tree | None) -> Values:
         """Return the values of an item, in databases or in files."""
