@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import zarr
 from checkpoints import Array, numbers, write_ranks
-from click.testing import CliRunner
 
 import reshard
 from reshard import Layout, Strategy
-from reshard.cli.main import cli
 from reshard.core.plan import budget
 from reshard.formats.zarr.layout import ZarrGroup
 
@@ -83,7 +81,3 @@ def assert_same(found: Any, expected: Any) -> None:
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.shape == expected.shape
     assert found.tobytes() == expected.tobytes()
-
-
-def invoke(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import helpers
 import numpy as np
 import pytest
 from checkpoints import Array, numbers, plan_with, tree, write_file, write_ranks
-from faulty import Faults, raising
 from refusals import failed, refused
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -19,6 +19,9 @@ from reshard import Layout, Selection, Strategy
 from reshard.core.plan import budget
 from reshard.errors import SourceError, UsageError
 from reshard.formats.sets.options import HuggingFaceSet, MindSporeSet
+
+if TYPE_CHECKING:
+    from faulty import Faults
 
 ROWS, COLUMNS = Layout.of([4], [0, -1]), Layout.of([4], [-1, 0])
 SHAPES = {"a": (8, 8), "b": (16, 8), "c": (4, 4), "moments.a": (8, 8)}
@@ -114,22 +117,6 @@ def test_the_index_gets_its_name_last(source: reshard.Checkpoint, tmp_path: Path
         named = [Path(call.path).name for call in faults.of("publish")]
         assert len(named) > 3
         assert named[-1] == index
-
-
-def test_a_failed_run_leaves_no_index(source: reshard.Checkpoint, tmp_path: Path, faults: Faults) -> None:
-    faults.every(raising(OSError("gone")), "write_at")
-    with pytest.raises(Exception, match="gone"):
-        unified(source, tmp_path / "set", "huggingface", 300)
-    assert not (tmp_path / "set").exists() or not tree(tmp_path / "set")
-
-
-def test_selected_and_cast_tensors_make_smaller_sets(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    selection = Selection(weights_only=True, name_map={"*": "model.*"}, cast={"float32": "float16"})
-    root = unified(source, tmp_path / "set", "huggingface", 256, selection=selection)
-    assert set(index_of(root, "huggingface")) == {"model.a", "model.b", "model.c"}
-    assert len(list(root.glob("*.safetensors"))) == 3  # 128, 256 and 32 bytes, in this order
-    found = library_reads(root)
-    assert all(np.array_equal(found[f"model.{name}"], FULL[name].astype(np.float16)) for name in "abc")
 
 
 def test_a_file_larger_than_all_buffers_is_written_in_bands(

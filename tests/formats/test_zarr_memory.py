@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import Array, blocks_of, places
-from commands import least_memory
+from commands import call, least_memory
 from refusals import refused
-from zarr_stores import invoke, source
+from zarr_stores import source
 
 import reshard
 from reshard import Layout, Strategy
@@ -139,7 +139,7 @@ def test_a_model_of_many_times_the_memory(
         ([*unify, "--compression", compression] if compression else unify, "src"),
         (["convert", store, out, "--target-strategy", tmp_path / "after.ckpt"], "model.zarr"),
     ):
-        predicted = json.loads(invoke(*command, "--memory", "512MiB", "--dry-run", "--json").stdout)["peak_memory"]
+        predicted = json.loads(call(*command, "--memory", "512MiB", "--dry-run", "--json").stdout)["peak_memory"]
         began = time.monotonic()
         peak = watched(*command, *options)
         assert peak <= predicted <= CAP

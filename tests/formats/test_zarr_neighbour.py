@@ -78,15 +78,6 @@ def test_what_comes_there_during_a_run_stays(plan: Plan, tmp_path: Path) -> None
     assert notes.read_text() == "mine"
 
 
-def test_a_ledger_of_an_earlier_run_is_replaced(plan: Plan, tmp_path: Path) -> None:
-    plan.run(tmp_path / "m.zarr")
-    before = set(tree(tmp_path / "m.zarr.reshard"))
-    plan.run(tmp_path / "m.zarr", restart=True)
-    after = set(tree(tmp_path / "m.zarr.reshard"))
-    assert len(before) == len(after) == 2
-    assert len(before & after) == 1  # what both are made of
-
-
 @pytest.mark.parametrize(
     ("name", "overwrite"),
     [("notes.txt", False), ("deep/er/notes.txt", True), ("00000001-abcdef12.000000.jsonl", True), (MADE, False)],

@@ -10,20 +10,18 @@ import numpy as np
 import pytest
 import zarr
 from checkpoints import plan_with, tree, write_file, write_ranks
-from commands import least_memory
 from faulty import Faults, raising
 from refusals import refused
-from remotes import Requests, at_urls, get, put
+from remotes import Requests, at_urls, get
 from zarr_stores import ALSO, FULL, GROUPS, OPTIONS, TARGET, assert_same, source
 
 import reshard
 from reshard import Layout, Strategy
 from reshard.core.plan import budget
 from reshard.core.plan.partition import partitioned
-from reshard.core.storage.urls import remote
 from reshard.core.storage.urls.s3 import upload_parts
 from reshard.core.storage.urls.s3.upload_parts import LEAST_PART_BYTES
-from reshard.errors import BudgetError, SourceError, TargetError
+from reshard.errors import SourceError, TargetError
 from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
@@ -133,23 +131,6 @@ def none_yet(store: str) -> None:
     assert not fs.exists(f"{path}/zarr.json")
 
 
-def test_nothing_else_may_be_in_the_store(source: reshard.Checkpoint, root: str) -> None:
-    """Chunks of an older one would be taken for the new one's."""
-    source.to_zarr(f"{root}/z", chunk_size=400)
-    bits = reshard.Selection(include=("bits",))
-    with refused(TargetError, "other-files"):
-        source.to_zarr(f"{root}/z", selection=bits)
-    fs, path = fsspec.core.url_to_fs(f"{root}/z/mine")
-    fs.pipe_file(path, b"x")
-    with refused(TargetError, "other-files", "mine"):
-        source.to_zarr(f"{root}/z", selection=bits, overwrite=True)
-    assert_same(reshard.open(f"{root}/z")["layers.0.wo"].compute(), FULL["layers.0.wo"])
-    fs.rm_file(path)
-    source.to_zarr(f"{root}/z", selection=bits, overwrite=True)  # what it removes, a run wrote
-    source.to_zarr(f"{root}/new", selection=bits)
-    assert get(f"{root}/z") == get(f"{root}/new")
-
-
 def test_large_chunks_are_sent_in_parts(
     bucket: str,
     asked: Requests,
@@ -182,18 +163,3 @@ def test_memory_is_predicted(tmp_path: Path) -> None:
     shards = partitioned(plan_with(local, files=ZarrGroup(shard_size=64 << 20))._record, None, "memory://x")
     assert shards.stats.peak_memory - base >= 64 << 20
     shutil.rmtree(tmp_path / "src")
-
-
-def test_what_reading_at_urls_takes_is_predicted_and_within_the_budget(tmp_path: Path) -> None:
-    """Fewer threads request less at once; no budget is met that has no room for one."""
-    path = write_file(tmp_path / "a.safetensors", {"w": np.zeros((256, 256), np.float32)})
-    put(tmp_path, "memory://predicted")
-    here, there = reshard.open(path), reshard.open("memory://predicted/a.safetensors")
-    more = reshard.plan(there, threads=1).stats.peak_memory - reshard.plan(here, threads=1).stats.peak_memory
-    assert more >= remote.fetched_bytes(1, 0, 1)
-    with refused(BudgetError, "not-enough-memory", "80.0 MB") as caught:
-        reshard.plan(there, memory=80_000_000, threads=4)
-    least = least_memory(caught.value)
-    assert reshard.plan(here, memory=80_000_000, threads=4)
-    assert reshard.plan(there, memory=least, threads=4)._record.threads == 1
-    assert reshard.plan(there, memory=least, threads=4).stats.peak_memory <= least

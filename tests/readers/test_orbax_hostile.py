@@ -211,7 +211,7 @@ def test_an_empty_database(tmp_path: Path) -> None:
 def streamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks in files are decoded piece by piece, or whole."""
     if request.param:
-        monkeypatch.setattr("reshard.formats.orbax.item_values.LONGEST_WHOLE", 0)
+        monkeypatch.setattr("reshard.formats.zarr.blocks.LONGEST_WHOLE", 0)
 
 
 @pytest.mark.usefixtures("streamed")

@@ -177,7 +177,7 @@ def test_a_run_with_several_items(saved: Path) -> None:
 def test_trees_of_tensorstore_with_many_nodes_and_versions(tmp_path: Path) -> None:
     run(TREES, tmp_path)
     for name in ("plain", "zstd"):
-        values = Database(as_place(tmp_path / name), StoreFiles(as_place(tmp_path / name))).values
+        values = Database(StoreFiles(as_place(tmp_path / name))).values
         truth = json.loads((tmp_path / f"{name}.json").read_text())
         assert values.keys() == truth.keys()
         for key, value in values.items():

@@ -16,9 +16,8 @@ import reshard
 from reshard.core.open import open as open_record
 from reshard.core.plan import budget
 from reshard.core.storage.local import LocalStore
-from reshard.formats.orbax import array_blocks, item_values
-from reshard.kits.chunks import streaming
-from reshard.kits.chunks.decoding import Decoding, Fill
+from reshard.formats.zarr import blocks
+from reshard.kits import chunks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All compressed chunks in files are decoded piece by piece."""
-    for module in (array_blocks, item_values):
-        monkeypatch.setattr(module, "LONGEST_WHOLE", 0)
-    monkeypatch.setattr(streaming, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(blocks, "LONGEST_WHOLE", 0)
+    monkeypatch.setattr(chunks, "_PIECE_BYTES", 1000)
 
 
 @pytest.mark.usefixtures("streamed")
@@ -65,12 +63,13 @@ def test_each_long_chunk_is_decoded_once(
     full = write_orbax(tmp_path / "in", {"w": np.arange(1200, dtype=np.float32).reshape(40, 30)}, chunk=chunk, inline=0)
     opened = []
 
-    class Counted(streaming.ChunkStream):
-        def __init__(self, *arguments: Any) -> None:
-            opened.append(arguments[2])
-            super().__init__(*arguments)
+    real = chunks.DecodingStore._pieces
 
-    monkeypatch.setattr(item_values, "ChunkStream", Counted)
+    def pieces(store: chunks.DecodingStore, one: chunks.Chunk, path: str) -> Any:
+        opened.append((path, one.offset))
+        return real(store, one, path)
+
+    monkeypatch.setattr(chunks.DecodingStore, "_pieces", pieces)
     plan = reshard.plan(reshard.open(tmp_path / "in"), to="safetensors")
     assert plan.stats.tasks == tasks
     plan.run(tmp_path / "out", fsync=False)
@@ -90,10 +89,8 @@ def test_chunks_of_later_tasks_are_prefetched(tmp_path: Path, monkeypatch: pytes
         tmp_path / "in", {"w": np.arange(1200, dtype=np.float32).reshape(40, 30)}, chunk=(10, 15), inline=0
     )
     coding = open_record(tmp_path / "in").coding
-    assert isinstance(coding, Decoding)
-    ((path, unit),) = coding.units.items()
-    assert not isinstance(unit, Fill)
-    frames = [(path, *span) for span in unit.spans if span[1]]
+    assert isinstance(coding, chunks.Decoding)
+    frames = [(path, *each[:2]) for path, encoded in coding.chunks.items() for each in encoded]
     hints: list[tuple[str, int, int]] = []
     monkeypatch.setattr(LocalStore, "prefetch", lambda _store, *hint: hints.append(hint))
     plan = reshard.plan(reshard.open(tmp_path / "in"), to="safetensors")
@@ -117,7 +114,7 @@ def test_long_chunks_in_memory_are_never_whole(tmp_path: Path, zarr3: bool, monk
     add_array(store, "w", full, (20, 15), zarr3=zarr3, fill=7, absent=[absent])
     store.finish()
     write_tree(tmp_path / "in", [("w",)], store_array_data_equal_to_fill_value=False)
-    monkeypatch.setattr(item_values.EncodedValues, "decoded", None)
+    monkeypatch.setattr(chunks, "zstd_content", None)
     source = reshard.open(tmp_path / "in")
     assert_equal(source, {"w": full})
     for index in (np.s_[::-1], np.s_[3:37:5, 2:29:3], np.s_[39, 29]):
@@ -127,10 +124,9 @@ def test_long_chunks_in_memory_are_never_whole(tmp_path: Path, zarr3: bool, monk
 
 
 def test_a_thread_holds_chunks_and_streams_within_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (array_blocks, item_values):
-        monkeypatch.setattr(module, "LONGEST_WHOLE", 900)
-    monkeypatch.setattr(streaming, "_WINDOW_BYTES", 0)
-    monkeypatch.setattr(streaming, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(blocks, "LONGEST_WHOLE", 900)
+    monkeypatch.setattr(chunks, "_WINDOW_BYTES", 0)
+    monkeypatch.setattr(chunks, "_PIECE_BYTES", 1000)
     store = Database(tmp_path, inline=0)
     long, short = np.arange(1200, dtype=np.float32).reshape(40, 30), np.arange(200, dtype=np.float32).reshape(10, 20)
     add_array(store, "long", long, (40, 6))
@@ -138,14 +134,12 @@ def test_a_thread_holds_chunks_and_streams_within_one_limit(tmp_path: Path, monk
     store.finish()
     write_tree(tmp_path, [("long",), ("short",)])
     coding = open_record(tmp_path).coding
-    assert isinstance(coding, Decoding)
+    assert isinstance(coding, chunks.Decoding)
     decoded = coding.store()
-    for path, unit in coding.units.items():
-        assert not isinstance(unit, Fill)
-        for number in range(1, len(unit.spans)):
-            decoded.read_into(path, number * unit.chunk_bytes, memoryview(bytearray(4)))
-            chunks = decoded._cache.entries.values()
-            held = [len(chunk) if isinstance(chunk, memoryview) else chunk.held_bytes for chunk in chunks]
+    for path, encoded in coding.chunks.items():
+        for number in range(1, len(encoded) + 1):
+            decoded.read_into(path, number * chunks.STRIDE, memoryview(bytearray(4)))
+            held = list(map(chunks._held_bytes, decoded._cache.entries.values()))
             assert sum(held) == decoded._cache.nbytes <= coding.held_bytes == 4800
 
 
@@ -154,7 +148,7 @@ def test_a_warning_only_of_chunks_that_are_decoded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: bool
 ) -> None:
     """Not of strided ones, such as the last chunk of a row, whose elements are needed in order and once."""
-    monkeypatch.setattr("reshard.formats.zarr.array._MOST_RUNS", 1)
+    monkeypatch.setattr("reshard.formats.zarr.blocks._MOST_RUNS", 1)
     write_orbax(tmp_path / "in", {"w": np.arange(280, dtype=np.float32).reshape(40, 7)}, chunk=(40, 4), inline=0)
     (tmp_path / "rules.yaml").write_text("{reshard-rules: 1, sides: [a, b], rules: [{a: w, b: {transpose: v}}]}")
     options = ("--rules", tmp_path / "rules.yaml") if rules else ()

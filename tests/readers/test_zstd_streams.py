@@ -17,7 +17,7 @@ from reshard.errors import BudgetError, SourceError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.dcp import zstd
 from reshard.formats.dcp.metadata import DeclaredTensor
-from reshard.kits.chunks.decoding import IMPORTED_BYTES
+from reshard.kits.chunks import IMPORTED_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

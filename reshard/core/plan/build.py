@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reshard.core.storage.base import Coding
     from reshard.core.storage.cipher import Cipher
     from reshard.core.target import Target, TargetBlocks, TargetFile, TargetTensor
-    from reshard.kits.chunks.decoding import Decoding
+    from reshard.kits.chunks import Decoding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,7 +250,7 @@ def _decoding(coding: Coding | None) -> Decoding | None:
     """Return the coding of a source if it has encoded chunks, else None."""
     if coding is None:
         return None
-    from reshard.kits.chunks.decoding import Decoding  # rarely needed
+    from reshard.kits.chunks import Decoding  # rarely needed
 
     return coding if isinstance(coding, Decoding) else None
 

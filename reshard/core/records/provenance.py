@@ -1,6 +1,6 @@
 """Provenance: what a target was made from, and how, as one record.
 
-A ledger has the whole record, a plan file has it with further options, a zarr store has only `SourceRecord`. It is
+A ledger has the record, and a plan file has it with further options. It is
 validated on reading: form by `schema.read`, values by `StrategyRecord.read` and `Selection`. Source files are only
 read. `core.reopen` opens the source again.
 """

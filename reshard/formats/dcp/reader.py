@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from reshard.core.storage.places import Place
     from reshard.formats.dcp.metadata import DeclaredTensor, Item
     from reshard.formats.dcp.zstd import Streams
-    from reshard.kits.chunks.decoding import Decoding
+    from reshard.kits.chunks import Decoding
 
 _MOST_HELD = 1 << 29  # bytes for the streams of a tensor that a thread decodes side by side
 MTIME_TOLERANCE_NS = 2_000_000_000
@@ -220,14 +220,15 @@ class _DCPFiles:
         if not self.streams:
             return None
         from reshard.formats.dcp.zstd import decoded_bytes  # not on every start
-        from reshard.kits.chunks.decoding import Decoding
+        from reshard.kits.chunks import Decoding
 
         cache_bytes = 0
         for name, declared in self._metadata.tensors.items():
             if any(item.encoding == STREAM for item in self._metadata.items.get(name, ())):
                 nbytes = decoded_bytes(self._metadata.nbytes(name))
                 cache_bytes = max(cache_bytes, min(_side_by_side(declared) * nbytes, max(_MOST_HELD, nbytes)))
-        return Decoding(self.streams, cache_bytes, max(unit.opening_bytes for unit in self.streams.values()))
+        opening = max(unit.opening_bytes for unit in self.streams.values())
+        return Decoding({path: each.chunks for path, each in self.streams.items()}, cache_bytes, opening)
 
     def entry(self, item: Item) -> Entry:
         """Return the entry of a box in a file; raise `SourceError` if it cannot be read."""

@@ -13,20 +13,21 @@ Source: TensorStore 0.1.86 `kvstore/ocdbt/index.rst`, and databases that it wrot
 from __future__ import annotations
 
 import struct
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.core.storage.base import COPY_AGAIN, truncated
 from reshard.core.storage.crc import crc32c
-from reshard.core.storage.places import any_store, as_place
+from reshard.core.storage.places import any_store
 from reshard.errors import SourceError
 from reshard.formats.orbax.steps import MANIFEST
-from reshard.kits.chunks.decoding import zstd_content
+from reshard.formats.zarr.files import StoredValue
+from reshard.kits.chunks import zstd_content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from reshard.core.storage.places import Place
     from reshard.formats.zarr.files import StoreFiles
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
@@ -41,21 +42,6 @@ _MOST_ITEMS = 1 << 22
 _MOST_STRING_BYTES = 256 << 20  # of a list whose strings share prefixes, which takes few bytes in a file
 
 
-class StoredValue(NamedTuple):
-    """The location of a value.
-
-    Attributes:
-        path: its file; of a value within a node, the manifest.
-        offset, nbytes: the range of its bytes in the file; of a value within a node, its size.
-        content: the value, if it is within a node; else None.
-    """
-
-    path: str
-    offset: int
-    nbytes: int
-    content: bytes | None = None
-
-
 class _Location(NamedTuple):
     """A range of a file, by the base path and the rest of the path."""
 
@@ -63,6 +49,11 @@ class _Location(NamedTuple):
     rest: bytes
     offset: int
     nbytes: int
+
+    @property
+    def path(self) -> str:
+        """Return the path of the file below the directory of the database."""
+        return (self.base + self.rest).decode(errors="replace")
 
 
 class _NodeFields:
@@ -128,6 +119,10 @@ class _NodeFields:
 class Database:
     """The newest version of a database.
 
+    Args:
+        files: the files of the item.
+        below: the directory of the database in it, with a slash at the end, or "".
+
     Attributes:
         values: the values, by key.
 
@@ -135,12 +130,11 @@ class Database:
         SourceError: a file is missing or truncated; the database is damaged, too large, or of an unknown version.
     """
 
-    def __init__(self, directory: Place, files: StoreFiles) -> None:
-        self._directory, self._files = directory, files
-        self._manifest = str(directory / MANIFEST)
+    def __init__(self, files: StoreFiles, below: str = "") -> None:
+        self._directory, self._statuses = f"{files.base}/{below}", files.statuses
+        self._manifest = f"{self._directory}{MANIFEST}"
         self.values: dict[str, StoredValue] = {}
-        self._paths: dict[bytes, str] = {}
-        self._sizes: dict[str, int] = {}
+        self._ends: dict[bytes, tuple[str, int]] = {}  # the path and the size of each file
         self._nodes: set[_Location] = set()
         self._left = _LARGEST_TREE
         self._keys = 0
@@ -148,25 +142,19 @@ class Database:
         waiting = [(root, height, b"")] if root.nbytes else []
         while waiting:
             node, height, prefix = waiting.pop()
-            try:
+            with _told(f"the node at byte {node.offset} of {self._directory}{node.path}"):
                 waiting += reversed(self._read(node, height, prefix))
-            except SourceError:
-                raise
-            except ValueError as error:
-                where = f"the node at byte {node.offset} of {self._directory / self._path(node)}"
-                raise _damaged(where, error) from None
 
     def _root(self) -> tuple[_Location, int]:
         """Return the root of the newest version, and its height."""
-        size = self._files.status(self._directory / MANIFEST)
-        manifest = _Location(b"", MANIFEST.encode(), 0, size.nbytes if size else 0)
-        try:
+        status = self._statuses.get(self._manifest)
+        manifest = _Location(b"", MANIFEST.encode(), 0, status.nbytes if status else 0)
+        with _told(self._manifest):
             fields = self._fields(manifest, _MANIFEST_MAGIC, _LARGEST_MANIFEST)
             fields.take(16)  # a UUID
             if fields.varint():
-                raise SourceError(  # noqa: TRY301 -- by its kind
-                    f"{self._manifest} is followed by numbered manifests", code="unsupported-version"
-                )
+                fault = f"{self._manifest} is followed by numbered manifests"
+                raise SourceError(fault, code="unsupported-version")
             fields.varints(2)
             fields.take(1)
             fields.take(4 if fields.varint() else 0)  # the compression of new nodes
@@ -176,12 +164,8 @@ class Database:
             heights = fields.take(count)
             files, offsets, sizes = (fields.varints(count) for _ in range(3))
             if not count or any(a >= b for a, b in pairwise(generations)):
-                raise ValueError("it has no version, or they do not ascend")  # noqa: TRY301 -- with the file
+                raise ValueError("it has no version, or they do not ascend")
             return _location(table, b"", files[-1], offsets[-1], sizes[-1]), heights[-1]
-        except SourceError:
-            raise
-        except ValueError as error:
-            raise _damaged(self._manifest, error) from None
 
     def _read(self, node: _Location, height: int, prefix: bytes) -> list[tuple[_Location, int, bytes]]:
         """Read a node: note the values of a leaf, or return the nodes below, each with its height and prefix."""
@@ -249,33 +233,26 @@ class Database:
             raise ValueError("it does not match its checksum")
         body = bytes(memoryview(content)[_HEADER.size : end])
         if compression:
-            body = bytes(zstd_content(body, min(most, len(body) * _MOST_EXPANDED), one_frame=True))
+            body = bytes(zstd_content(body, min(most, len(body) * _MOST_EXPANDED)))
         return _NodeFields(body)
-
-    def _path(self, location: _Location) -> str:
-        """Return the path of a file below the directory."""
-        return (location.base + location.rest).decode(errors="replace")
 
     def _checked(self, location: _Location) -> str:
         """Return the full path of a file after checking that it exists and has the range."""
         name = location.base + location.rest
-        path = self._paths.get(name)
-        if path is None:
-            below = self._path(location)
+        if name not in self._ends:
+            below = location.path
             if below.startswith("/") or ".." in below.split("/"):
-                raise SourceError(
-                    f"{self._manifest} names {below!r:.300}, which leads out of the directory", code="outside-directory"
-                )
-            path = self._paths[name] = str(self._directory / below)
-            status = self._files.status(as_place(path))
+                fault = f"{self._manifest} names {below!r:.300}, which leads out of the directory"
+                raise SourceError(fault, code="outside-directory")
+            path = f"{self._directory}{below}"
+            status = self._statuses.get(path)
             if status is None:
-                raise SourceError(
-                    f"{path} is missing; the database of {self._manifest} names it", code="missing-file",
-                    facts=["values stay in the directory of the process that wrote them"], hint=COPY_AGAIN,
-                )  # fmt: skip
-            self._sizes[path] = status.nbytes
-        if location.offset + location.nbytes > self._sizes[path]:
-            raise truncated(path, self._sizes[path], location.offset + location.nbytes)
+                fault = f"{path} is missing; the database of {self._manifest} names it"
+                raise SourceError(fault, code="missing-file", hint=COPY_AGAIN)
+            self._ends[name] = path, status.nbytes
+        path, nbytes = self._ends[name]
+        if location.offset + location.nbytes > nbytes:
+            raise truncated(path, nbytes, location.offset + location.nbytes)
         return path
 
 
@@ -287,5 +264,12 @@ def _location(table: list[tuple[bytes, bytes]], base: bytes, number: int, offset
     return _Location(base + own_base, rest, offset, nbytes)
 
 
-def _damaged(where: str, error: ValueError) -> SourceError:
-    return SourceError(f"{where} is damaged", code="corrupt", facts=[str(error)])
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Say where something is damaged."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except ValueError as error:
+        raise SourceError(f"{where} is damaged", code="corrupt", facts=[str(error)]) from None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.storage.small import parse_json, read_small
+from reshard.core.records.schema import parse
+from reshard.core.storage.small import read_small
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
@@ -30,9 +31,7 @@ METADATA, MANIFEST = "_METADATA", "manifest.ocdbt"
 PROCESS = re.compile(r"ocdbt\.process_(\d{1,9})")
 """The directory of the database of one process."""
 
-LARGEST_JSON = 64 << 20
-"""The most bytes of a JSON file of Orbax."""
-
+_LARGEST_JSON = 64 << 20
 STEP_METADATA, COMMITTED = "_CHECKPOINT_METADATA", "commit_success.txt"
 _NO_ITEMS = {STEP_METADATA, COMMITTED, "orbax.checkpoint"}
 
@@ -89,18 +88,16 @@ def items_of(directory: Place, listing: Sequence[str]) -> dict[str, tuple[Place,
 
 
 def read_object(path: Place) -> dict[str, Any]:
-    """Return the contents of a JSON file of Orbax, an object.
+    """Return the contents of a JSON file of Orbax, an object without repeated keys.
 
     Raises:
         SourceError: it is something else, or too large.
     """
-    repeated: list[str] = []
+    text = read_small(path, "file of metadata", _LARGEST_JSON, SourceError)
     try:
-        content = parse_json(read_small(path, "file of metadata", LARGEST_JSON, SourceError), repeated)
+        content = parse(text)
     except ValueError as error:
         raise SourceError(f"{path} is not JSON", code="not-json", facts=[str(error)]) from None
     if not isinstance(content, dict):
         raise SourceError(f"{path} has a JSON {type(content).__name__}; expected an object", code="wrong-type")
-    if repeated:
-        raise SourceError(f"{path} has the key {repeated[0]!r:.300} twice", code="duplicate-key")
     return content

@@ -10,7 +10,7 @@ from reshard.core.format import Format, Found
 from reshard.core.model.findings import Findings, by_opening
 from reshard.core.storage.small import read_small
 from reshard.errors import SourceError
-from reshard.formats.zarr.files import is_of_store, is_store, parse_metadata
+from reshard.formats.zarr.files import is_of_store, is_store
 from reshard.formats.zarr.layout import METADATA, NAME
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Zarr(Format):
         root = Path(checkpoint.root).resolve()
         paths = (Path(file.path) for _, file in checkpoint.stored_files)
         parents = {above for path in paths for above in path.parents if above.is_relative_to(root)}
-        return sorted(str(file) for above in parents - {root} if (file := above / METADATA).is_file())
+        files = (above / name for above in parents - {root} for name in (METADATA, ".zarray"))
+        return sorted(str(file) for file in files if file.is_file())
 
     def remains(self, tree: Directory) -> str:
         """See `Format`."""
@@ -120,9 +121,11 @@ def _is_array(tree: Directory) -> bool:
     """Return whether a directory is an array, which is no checkpoint without its store."""
     if METADATA not in tree.files:
         return False
+    from reshard.formats.zarr.metadata import parse_node
+
     try:
         raw = read_small(tree.place / METADATA, "metadata", _LARGEST_METADATA, SourceError)
-        return parse_metadata(tree.place / METADATA, raw).get("node_type") == "array"
+        return parse_node(tree.place / METADATA, raw).get("node_type") == "array"
     except SourceError:
         return False
 

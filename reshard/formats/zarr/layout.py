@@ -1,32 +1,24 @@
-"""The layout of written zarr v3 stores.
-
-A store is one group with one array per tensor; each chunk is a file of row-major bytes.
+"""The layout of written zarr v3 stores: one group with one array per tensor; each chunk is a file of row-major bytes.
 
 1. A tensor is cut into chunks of equal shape: its source blocks if they are equal, else as many of its first rows as
    fit a size limit (`cut`). If the shape does not divide, the last chunk is stored whole, padded with zeros.
 2. Small chunks are combined into shards: files of consecutive chunks with an index at the end.
 3. Each file, a chunk or a shard, is a `Unit`. Uncompressed files are ordinary target files with known offsets;
-   compressed ones are assembled in memory (`zarr.chunks`).
-4. Each array has a `zarr.json` next to its chunks, and the group has one at the root, which gets its name last. It
-   repeats the metadata of all arrays, as zarr-python's consolidated metadata do, so that a reader needs one request.
-5. Dimensions are named after their extents, so that xarray opens a store as one Dataset.
+   compressed ones are assembled in memory (`codec`).
 
-Only the first axis along which an array is cut can have a partial last chunk, so the tensor's bytes in a chunk are
-the beginning of the chunk.
-
-bfloat16, float8 and int4, which zarr lacks, are stored as integers of their width, with the dtype's name in the
-attributes. A name that is invalid in a file system is percent-escaped, with the original in the attributes.
+Only the first axis along which an array is cut can have a partial last chunk, so the tensor's bytes in a chunk are the
+beginning of the chunk. bfloat16, float8 and int4, which zarr lacks, are stored as integers of their width, with the
+dtype's name in the attributes. A name that is invalid in a file system is percent-escaped, with the original there.
 
 Source: the zarr v3 core specification, sharding codec 1.0; what zarr-python 3.1 writes.
 """
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import count, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +26,6 @@ from reshard.arguments import checked_fields
 from reshard.core.layout.block import Block
 from reshard.core.model.entries import Content, FileLayout
 from reshard.core.options import Options, option
-from reshard.core.records.schema import plain
 from reshard.core.storage.crc import crc32c
 from reshard.dtypes import INT4
 from reshard.errors import Option, Text, UsageError
@@ -52,6 +43,14 @@ METADATA = "zarr.json"
 
 ATTRIBUTES = "reshard"
 """The attribute of arrays and groups that contains all notes of this program."""
+
+CARRIED, CARRIED_CHUNK = "%carried", "c.0"
+"""The directory of the array of what is carried and not a tensor, and its only chunk.
+
+Its elements are the bytes of files beside the weights of a set, and of objects of a DCP, one after the other; its
+attributes have the name and the size of each. No tensor has the name of its directory (`escaped`). A store of which
+nothing is to be carried has no such array.
+"""
 
 SEPARATOR = "."
 """The separator of numbers in the names of chunk files; zarr's default, `/`, takes a directory for each, 0.2 ms."""
@@ -95,7 +94,7 @@ class ZarrGroup(Options):
         compression: None, or `zstd` with a level, as in `zstd:3` (the level is 0, zstd's own choice, if left out).
 
     Raises:
-        UsageError: a chunk size below 1, a shard size below 0, or an unknown compression.
+        UsageError: a chunk size below 1, or an unknown compression.
 
     >>> ZarrGroup(compression="zstd:5").level
     5
@@ -108,11 +107,8 @@ class ZarrGroup(Options):
     compression: str | None = option("zstd, or zstd:LEVEL like zstd:3.", "text", shown="none", metavar="CODEC")
 
     def __post_init__(self) -> None:
-        for kind, size, least in (("chunk", self.chunk_size, 1), ("shard", self.shard_size, 0)):
-            if size is not None and size < least:
-                raise UsageError(
-                    f"a {kind} cannot have at most {size} bytes; expected at least {least}", code="out-of-range"
-                )
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise UsageError(f"a chunk cannot have at most {self.chunk_size} bytes", code="out-of-range")
         _ = self.level
 
     @property
@@ -147,15 +143,12 @@ class ZarrGroup(Options):
             across = prod(counts(shape[1:], block[1:]))
             most = MOST_CHUNK_BYTES if self.level is None else COMPRESSED_BYTES // across
             chunk = cut(block, most // dtype.itemsize)
-        return Array(shape, dtype, chunk, self._shard(shape, chunk, dtype.itemsize), self.level)
-
-    def _shard(self, shape: Shape, chunk: Shape, itemsize: int) -> Shape | None:
-        nbytes = prod(chunk) * itemsize
-        most = self.shard_size
-        if most is None:
-            most = SHARD_BYTES if nbytes < SMALL_CHUNK_BYTES else 0
+        nbytes = prod(chunk) * dtype.itemsize
+        usual = SHARD_BYTES if nbytes < SMALL_CHUNK_BYTES else 0
+        most = usual if self.shard_size is None else self.shard_size
         many = cut(counts(shape, chunk), most // nbytes)
-        return tuple(map(int.__mul__, many, chunk)) if prod(many) > 1 else None
+        shard = tuple(map(int.__mul__, many, chunk)) if prod(many) > 1 else None
+        return Array(shape, dtype, chunk, shard, self.level)
 
 
 class Unit(NamedTuple):
@@ -163,15 +156,13 @@ class Unit(NamedTuple):
 
     Attributes:
         path: the path below the array.
-        blocks: the blocks of the tensor in it, partial at the edge; consecutive chunks of a shard are one block if they
-            are contiguous in the tensor too.
-        starts: the offset of each block in the contents, in bytes.
+        blocks: the block of the tensor in each chunk, partial at the edge; consecutive chunks of a shard are one block
+            if they are contiguous in the tensor too.
         valid: for each of its chunks, the number of bytes that belong to the tensor; 0 for a chunk beyond its end.
     """
 
     path: str
     blocks: tuple[Block, ...]
-    starts: tuple[int, ...]
     valid: tuple[int, ...]
 
 
@@ -206,39 +197,34 @@ class Array:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """Every file of chunks, in row-major order."""
-        inner = counts(self.unit, self.chunk)
-        whole = follows(self.unit, self.chunk)
-        return tuple(self._unit(position, inner, whole) for position in grid(self.shape, self.unit))
+        inner, units = counts(self.unit, self.chunk), []
+        is_one_block = follows(self.unit, self.chunk)
+        for cell in grid(self.shape, self.unit):
+            chunks = [*parts(self.shape, self.chunk, cell, inner)]
+            blocks = [part(self.shape, self.unit, cell)] if is_one_block else chunks
+            valid = tuple(block.size * self.dtype.itemsize if block else 0 for block in chunks)
+            units.append(Unit(SEPARATOR.join(("c", *map(str, cell))), tuple(filter(None, blocks)), valid))
+        return tuple(units)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Every block of every file."""
         return tuple(block for unit in self.units for block in unit.blocks)
 
-    def _unit(self, position: Shape, inner: Shape, whole: bool) -> Unit:
-        path = SEPARATOR.join(("c", *map(str, position)))
-        blocks = list(parts(self.shape, self.chunk, position, inner))
-        valid = tuple(block.size * self.dtype.itemsize if block else 0 for block in blocks)
-        inside = [block for block in blocks if block]
-        if whole:
-            box = part(self.shape, self.unit, position)
-            return Unit(path, (box,) if box else (), (0,), valid)
-        return Unit(path, tuple(inside), tuple(i * self.chunk_bytes for i in range(len(inside))), valid)
-
     def file_layout(self, name: str, unit: Unit) -> FileLayout:
         """Return the layout of a file of uncompressed chunks: contents and, in a shard, the index.
 
         A compressed file gets its uncompressed layout; its real size is known only at the end.
         """
-        nbytes = sum(map(bool, unit.valid)) * self.chunk_bytes
         contents = tuple(
             Content(name, self.dtype, block.shape, runs=((start, block.size * self.dtype.itemsize),))
-            for block, start in zip(unit.blocks, unit.starts, strict=True)
+            for start, block in zip(count(0, self.chunk_bytes), unit.blocks)
         )
+        starts = count(0, self.chunk_bytes)
+        spans = [(next(starts), self.chunk_bytes) if valid else (ABSENT, ABSENT) for valid in unit.valid]
+        nbytes = next(starts)
         if self.shard is None or self.level is not None:
             return FileLayout(nbytes, (), contents)
-        starts = iter(range(0, nbytes, self.chunk_bytes))
-        spans = [(next(starts), self.chunk_bytes) if valid else (ABSENT, ABSENT) for valid in unit.valid]
         index = shard_index(spans)
         return FileLayout(nbytes + len(index), ((nbytes, index),), contents)
 
@@ -285,24 +271,6 @@ def dimension_names(shape: Shape) -> tuple[str, ...]:
         f"dim_{extent}" if number == 1 else f"dim_{extent}_{number}"
         for extent, number in zip(shape, counted, strict=True)
     )
-
-
-def group_metadata(attributes: Mapping[str, object], arrays: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Return the group's `zarr.json`, with the metadata of these arrays, as zarr-python consolidates them.
-
-    Args:
-        attributes: the notes of this program.
-        arrays: the metadata of each array by its directory; none for a group without consolidated metadata.
-    """
-    content = {"attributes": {ATTRIBUTES: attributes}, "zarr_format": 3, "node_type": "group"}
-    if arrays:
-        content["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": arrays}
-    return json.dumps(content, indent=None if arrays else 2, default=plain).encode()
-
-
-def array_json(metadata: Mapping[str, Any]) -> bytes:
-    """Return the `zarr.json` of an array with these metadata."""
-    return json.dumps(metadata, indent=2, default=plain).encode()
 
 
 def zarr_dtype(dtype: DType) -> str:
@@ -362,18 +330,12 @@ def part(shape: Shape, unit: Shape, place: Shape) -> Block | None:
 
 
 def parts(shape: Shape, chunk: Shape, place: Shape, inner: Shape) -> Iterator[Block | None]:
-    """Yield the block of each chunk of a file, in row-major order.
+    """Yield the block of each chunk of a file in row-major order; None for one beyond the tensor's end.
 
-    A chunk beyond the tensor's end gives None.
-
-    Args:
-        shape: the shape of the tensor.
-        chunk: the shape of a chunk.
-        place: the position of the file in the grid of files.
-        inner: the number of chunks in a file along each dimension.
+    The file is at a place in the grid of files, and has `inner` chunks along each dimension.
     """
     for within in product(*map(range, inner)):
-        yield part(shape, chunk, tuple(a * count + b for a, count, b in zip(place, inner, within, strict=True)))
+        yield part(shape, chunk, tuple(a * many + b for a, many, b in zip(place, inner, within, strict=True)))
 
 
 def follows(unit: Shape, chunk: Shape) -> bool:
@@ -384,6 +346,16 @@ def follows(unit: Shape, chunk: Shape) -> bool:
     """
     axis = next((axis for axis, extent in enumerate(unit) if extent > 1), 0)
     return unit[axis + 1 :] == chunk[axis + 1 :]
+
+
+def slab_bytes(shape: Shape, chunk: Shape, itemsize: int) -> int:
+    """Return the size of the chunks that share rows, which a thread must cache to decode each chunk only once.
+
+    >>> slab_bytes((100, 8), (10, 2), 4), slab_bytes((7, 100, 8), (1, 10, 8), 4)
+    (320, 320)
+    """
+    axis = next((axis for axis, extent in enumerate(chunk) if extent > 1), len(chunk) - 1)
+    return itemsize * prod(chunk[: axis + 1]) * prod(map(max, shape[axis + 1 :], chunk[axis + 1 :]))
 
 
 def escaped(name: str) -> str:

@@ -8,8 +8,7 @@ import dask.array as da
 
 from reshard.dtypes import BY_NAME, INT4, STR
 from reshard.errors import SourceError, UsageError
-from reshard.formats.zarr.carried import DIRECTORY as CARRIED
-from reshard.formats.zarr.layout import ATTRIBUTES
+from reshard.formats.zarr.layout import ATTRIBUTES, CARRIED
 
 if TYPE_CHECKING:
     import zarr

@@ -6,47 +6,47 @@ Its files are numbered array by array: chunks or shards, then metadata; the grou
 from __future__ import annotations
 
 import json
-import os
 from math import prod
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from reshard.core.records.provenance import ComputationRecord, FileRecord, SourceRecord
+from reshard.core.records.schema import plain
 from reshard.core.target import Target, TargetBlocks, TargetFile, literal, merged_notes
-from reshard.errors import UsageError
+from reshard.dtypes import BY_NAME
 from reshard.formats.sets.sidecars import Sidecars, shard_size
-from reshard.formats.zarr.carried import DIRECTORY as CARRIED
-from reshard.formats.zarr.carried import CarriedBytes
-from reshard.formats.zarr.layout import METADATA, NAME, array_json, escaped, group_metadata
+from reshard.formats.zarr.layout import (
+    ATTRIBUTES,
+    CARRIED,
+    CARRIED_CHUNK,
+    METADATA,
+    NAME,
+    Array,
+    escaped,
+    slab_bytes,
+)
 from reshard.kits.torch.carried import Carried
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from reshard.core.layout.block import Block, Shape
-    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.entries import FileLayout
     from reshard.core.plan.budget import Share
-    from reshard.core.plan.plan import Request
     from reshard.core.storage.base import TargetCoding
     from reshard.core.target import Assigned, TargetInputs, TargetTensor
     from reshard.dtypes import DType
-    from reshard.formats.zarr.chunks import Encoding
-    from reshard.formats.zarr.layout import Array
+    from reshard.formats.zarr.codec import Compression
 
+_BYTE = BY_NAME["uint8"]
 
-FILE_BYTES = 1000
-"""Resident memory of a chunk file in a plan, as measured."""
-
-ARRAY_BYTES = 2500
-"""Resident memory of an array's metadata in a plan, with those that the group repeats; measured."""
+_FILE_BYTES = 1000  # resident memory of a chunk file in a plan, as measured
+_ARRAY_BYTES = 2500  # the same of an array's metadata, with those that the group repeats
 
 
 class ZarrStore(Target):
     """The files of one zarr store.
 
     Attributes:
-        arrays: the array of each tensor.
+        arrays: the array of each tensor; similar tensors share one.
         consolidates: the metadata of the group repeat those of the arrays.
     """
 
@@ -57,32 +57,44 @@ class ZarrStore(Target):
     consolidates = True
 
     def __init__(self, inputs: TargetInputs) -> None:
-        self._source, self._items, self._group = inputs.source, inputs.items, inputs.request.files
+        self._source, self._items = inputs.source, inputs.items
         self._carried = _CarriedInStore(inputs) if self.carries else None
-        self.carried = {*self._carried.names, *self._carried.files} if self._carried else ()
-        self.arrays = self._chosen()
-        self._directories = {name: escaped(name) for name in self.arrays}
+        self.carried = self._carried.names if self._carried else ()
+        by_key: dict[tuple[Shape, DType, tuple[Block, ...]], Array] = {}
+        self.arrays: dict[str, Array] = {}
         self._first: dict[str, int] = {}  # the number of the first file of each array
         number = 0
-        for name, array in self.arrays.items():
-            self._first[name] = number
-            number += len(array.units) + 1
-        self.coding: TargetCoding | None = self._encoding()
+        for name, tensor, dtype in self._items:
+            if tensor.text is None:
+                blocks = () if tensor.space else tensor.sharding.blocks  # no blocks if the shards are of a finer shape
+                key = (tensor.spec.shape, dtype, blocks)
+                if key not in by_key:
+                    by_key[key] = inputs.request.files.array(*key)
+                self.arrays[name] = by_key[key]
+                self._first[name] = number
+                number += len(by_key[key].units) + 1
+        self._directories = {name: escaped(name) for name in self.arrays}
+        self.coding: TargetCoding | None = self._compression(by_key.values())
         self.memory: tuple[Share, ...] = (
-            ("files of chunks", FILE_BYTES * (number - len(self.arrays))),
-            ("metadata of arrays", ARRAY_BYTES * len(self.arrays)),
-            ("carried files", self._carried.stored.nbytes if self._carried else 0),
+            ("files of chunks", _FILE_BYTES * (number - len(self.arrays))),
+            ("metadata of arrays", _ARRAY_BYTES * len(self.arrays)),
+            ("carried files", len(self._carried.content) if self._carried else 0),
         )
 
-    @classmethod
-    def settled(cls, request: Request, _source: Checkpoint) -> Request:
-        """Return the request; raise `UsageError` if it is not for whole tensors."""
-        if request.target or request.is_partial or request.remove_redundancy:
-            raise UsageError(
-                "a zarr store holds whole tensors", code="needs-whole-tensors",
-                hint="leave the target strategy, ranks and redundancy out",
-            )  # fmt: skip
-        return request
+    def _compression(self, arrays: Iterable[Array]) -> Compression | None:
+        """Return how chunks are compressed, or None if they are not."""
+        arrays = [array for array in arrays if array.level is not None]
+        if not arrays:
+            return None
+        from reshard.formats.zarr.codec import Compression  # imported only if needed
+
+        units = {
+            f"{self._directories[name]}/{unit.path}": (array, unit)
+            for name, array in self.arrays.items()
+            for unit in array.units
+        }
+        slabs = [slab_bytes(each.shape, each.chunk, each.dtype.itemsize) for each in arrays if prod(each.shape)]
+        return Compression(units, max(slabs, default=0), max(array.chunk_bytes for array in arrays))
 
     def blocks_of(self, item: TargetTensor) -> TargetBlocks:
         """Return the blocks of chunks or shards."""
@@ -97,14 +109,18 @@ class ZarrStore(Target):
         metadata: dict[str, dict[str, Any]] = {}
         for name, array in self.arrays.items():
             directory = self._directories[name]
-            layouts = _layouts(array, name)
-            result += [TargetFile(0, f"{directory}/{unit.path}", next(layouts)) for unit in array.units]
+            layouts: dict[tuple[int, ...], FileLayout] = {}  # similar files share one
+            for unit in array.units:
+                if unit.valid not in layouts:
+                    layouts[unit.valid] = array.file_layout(name, unit)
+                result.append(TargetFile(0, f"{directory}/{unit.path}", layouts[unit.valid]))
             metadata[directory] = self.metadata_of(array, self._attributes(items[name], array))
-            result.append(TargetFile(0, f"{directory}/{METADATA}", literal(array_json(metadata[directory]))))
-        carried_files = self._carried.stored.stored() if self._carried else {}
-        if METADATA in carried_files:
-            metadata[CARRIED] = json.loads(carried_files[METADATA])
-        result += [TargetFile(0, f"{CARRIED}/{name}", literal(content)) for name, content in carried_files.items()]
+            result.append(TargetFile(0, f"{directory}/{METADATA}", _json(metadata[directory])))
+        if self._carried and (described := self._carried.metadata()):
+            metadata[CARRIED] = described
+            if content := self._carried.content:
+                result.append(TargetFile(0, f"{CARRIED}/{CARRIED_CHUNK}", literal(content)))
+            result.append(TargetFile(0, f"{CARRIED}/{METADATA}", _json(described)))
         from reshard import __version__
 
         common = self._source.extras.common
@@ -112,49 +128,21 @@ class ZarrStore(Target):
             "tensors": list(items),
             "texts": {item.name: item.tensor.text for item in texts},
             "notes": merged_notes(self._source.files, {}, deduplicated=False),
-            "source": source_record(self._source),
             "version": __version__,
             **({"common": common} if common else {}),
         }
-        group = group_metadata(attributes, metadata if self.consolidates else {})
-        result.append(TargetFile(0, METADATA, literal(group), publish="index"))
-        return tuple(result)
+        group: dict[str, Any] = {"attributes": {ATTRIBUTES: attributes}, "zarr_format": 3, "node_type": "group"}
+        if metadata and self.consolidates:  # so that a reader needs one request
+            group["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": metadata}
+        return (*result, TargetFile(0, METADATA, _json(group, None), publish="index"))
 
     def warnings(self) -> tuple[str, ...]:
         """Warn of files that are left out, and of carried data with old names."""
-        return tuple(self._carried.warnings()) if self._carried else ()
+        return self._carried.warnings if self._carried else ()
 
     def metadata_of(self, array: Array, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return the contents of the `zarr.json` of an array."""
         return array.metadata(attributes)
-
-    def _chosen(self) -> dict[str, Array]:
-        """Return the array of each tensor; similar tensors share an array."""
-        by_key: dict[tuple[Shape, DType, tuple[Block, ...]], Array] = {}
-        arrays = {}
-        for name, tensor, dtype in self._items:
-            if tensor.text is None:
-                blocks = () if tensor.space else tensor.sharding.blocks  # no blocks if the shards are of a finer shape
-                key = (tensor.spec.shape, dtype, blocks)
-                if key not in by_key:
-                    by_key[key] = self._group.array(*key)
-                arrays[name] = by_key[key]
-        return arrays
-
-    def _encoding(self) -> Encoding | None:
-        """Return the encoding of chunks, or None if they are not compressed."""
-        if self._group.level is None:
-            return None
-        from reshard.formats.zarr.chunks import Encoding, ToCompress, slab_bytes  # imported only if needed
-
-        units = {
-            f"{self._directories[name]}/{unit.path}": ToCompress(array.chunk_bytes, unit.valid, array.shard is not None)
-            for name, array in self.arrays.items()
-            for unit in array.units
-        }
-        arrays = set(self.arrays.values())
-        buffered = max((slab_bytes(a.shape, a.chunk, a.dtype.itemsize) for a in arrays if prod(a.shape)), default=0)
-        return Encoding(units, self._group.level, buffered, max((a.chunk_bytes for a in arrays), default=0))
 
     def _attributes(self, item: TargetTensor, array: Array) -> dict[str, Any]:
         """Return the attributes of an array that zarr does not need."""
@@ -168,13 +156,18 @@ class ZarrStore(Target):
         return attributes
 
 
+def _json(metadata: dict[str, Any], indent: int | None = 2) -> FileLayout:
+    """Return the layout of a file of metadata."""
+    return literal(json.dumps(metadata, indent=indent, default=plain).encode())
+
+
 class _CarriedInStore:
     """Data of the source besides its tensors: files of a set, and objects, files and paths of a DCP.
 
     Attributes:
-        stored: the bytes.
-        names: the names of objects and of files of a distributed checkpoint, in the source.
-        files: the names of files beside the weights of a set, with those that a warning names.
+        content: the bytes, one after the other.
+        names: the names in the source, with those of files that a warning names.
+        warnings: warnings about files that are left out, and data with old names of tensors.
     """
 
     def __init__(self, inputs: TargetInputs) -> None:
@@ -184,40 +177,21 @@ class _CarriedInStore:
             SourceError: a file cannot be read.
         """
         source, tensors = inputs.source, {item.name: item.tensor.spec.name for item in inputs.items}
-        self._sidecars = Sidecars(source, inputs.items)
-        self._data = Carried(source, tensors, inputs.objects, inputs.faults)
-        self.names, self.files = self._data.names, self._sidecars.names
-        paths = self._data.paths
-        if paths is not None:
-            paths = {name: path for name, path in paths.items() if path != (name,)}
-        contents = {"files": self._sidecars.contents, "objects": self._data.objects, "beside": self._data.beside}
-        self.stored = CarriedBytes(contents, paths, shard_size(source))
+        sidecars, data = Sidecars(source, inputs.items), Carried(source, tensors, inputs.objects, inputs.faults)
+        self.names = {*data.names, *sidecars.names}
+        self.warnings = (*sidecars.warnings(), *data.warnings())
+        kinds = {"files": sidecars.contents, "objects": data.objects, "beside": data.beside}
+        self.content = b"".join(content for items in kinds.values() for content in items.values())
+        paths = data.paths and {name: path for name, path in data.paths.items() if path != (name,)}
+        self._noted = {
+            **{kind: {name: len(content) for name, content in items.items()} for kind, items in kinds.items()},
+            "paths": paths,
+            "shard_size": shard_size(source),
+        }
 
-    def warnings(self) -> Iterator[str]:
-        """Yield warnings about files that are left out, and carried data with old tensor names."""
-        yield from self._sidecars.warnings()
-        yield from self._data.warnings()
-
-
-def _layouts(array: Array, name: str) -> Iterator[FileLayout]:
-    """Yield the layout of each file of an array; similar files share a layout."""
-    by_key: dict[tuple[int, ...], FileLayout] = {}
-    for unit in array.units:
-        key = unit.valid
-        if key not in by_key:
-            by_key[key] = array.file_layout(name, unit)
-        yield by_key[key]
-
-
-def source_record(source: Checkpoint) -> SourceRecord:
-    """Return the record of a source for a store, with file paths relative to their common directory.
-
-    The same source gives the same record at any path, so it has no times of files.
-    """
-    computation = ComputationRecord.of(source, source_record)
-    if computation is not None:
-        return SourceRecord.of(source, "", (), computation=computation)
-    pairs = {f.path: (rank, f) for rank, f in zip(source.ranks, source.files, strict=True) if f.inputs is None}
-    base = os.path.commonpath([PurePath(path).parent for path in pairs]) if pairs else ""
-    files = [FileRecord(rank, os.path.relpath(path, base), file.nbytes) for path, (rank, file) in pairs.items()]
-    return SourceRecord.of(source, "", files)
+    def metadata(self) -> dict[str, Any] | None:
+        """Return the metadata of their array; None if there is nothing to carry."""
+        if not (self.content or self._noted["paths"] or self._noted["shard_size"]):
+            return None
+        array = Array((len(self.content),), _BYTE, (max(len(self.content), 1),), None, None)
+        return array.metadata({"dtype": _BYTE.name, "carried": self._noted})

@@ -1,1 +1,0 @@
-"""Encoded chunks of tensors."""
