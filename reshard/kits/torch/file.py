@@ -70,12 +70,13 @@ class TorchFile(NamedTuple):
     legacy: Mapping[bytes, Storage]
 
     @classmethod
-    def read(cls, location: Place, expected: str, *, with_value: bool = True) -> TorchFile:
+    def read(cls, location: Place, expected: str, *, with_value: bool = True, keeps: bool = False) -> TorchFile:
         """Read the pickle of a file.
 
         Args:
             location: the file.
             expected: the expected content, for messages.
+            keeps: keep long texts and values; see `unpickled`.
             with_value: read the value; else it is None, and only the directory of an archive is read.
 
         Raises:
@@ -85,7 +86,7 @@ class TorchFile(NamedTuple):
         status = path.status()
         reader = RangeReader(str(path), window=_REMOTE_WINDOW if path.can.has_latency else 0)
         if reader.upto(0, len(_LEGACY)) == _LEGACY:
-            value, pickle, storages = _legacy(reader, expected)
+            value, pickle, storages = _legacy(reader, expected, keeps=keeps)
             return cls(str(path), status, value, pickle, None, storages)
         archive = Archive(reader)
         if not with_value:
@@ -94,7 +95,7 @@ class TorchFile(NamedTuple):
         if order.strip() != b"little":
             raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")
         content = archive.content(PICKLE)
-        value = unpickled(content, expected, outside=True)
+        value = unpickled(content, expected, outside=True, keeps=keeps)
         return cls(str(path), status, value, Storage(content.begin, content.size), archive, {})
 
     def storages(self, records: Collection[bytes]) -> Mapping[bytes, Storage]:
@@ -149,14 +150,14 @@ class FileTensor(NamedTuple):
         yield Block.whole(self.shape), self.extent
 
 
-def _legacy(reader: RangeReader, expected: str) -> tuple[Any, Storage, dict[bytes, Storage]]:
+def _legacy(reader: RangeReader, expected: str, *, keeps: bool) -> tuple[Any, Storage, dict[bytes, Storage]]:
     """Return the value of a chain of pickles, the range of its pickle, and the storages behind them."""
     at = len(_LEGACY)
     values = []
     references: Sequence[PickledObject] = ()
     pickle = Storage(0, 0)
     for number, what in enumerate(("a version", "facts about a machine", expected, "a list of storages")):
-        part = first_unpickled(RecordReader(reader, at, reader.size - at), what, outside=number == 2)
+        part = first_unpickled(RecordReader(reader, at, reader.size - at), what, outside=number == 2, keeps=keeps)
         values.append(part.value)
         if number == 2:
             references, pickle = part.references, Storage(at, part.nbytes)

@@ -198,8 +198,8 @@ class _Plain:
         match record.name, record.arguments:
             case "Namespace", _ if isinstance(record.state, Pairs):
                 result = self._dict(record.state, depth)
-            case "OrderedDict", ():
-                result = self._dict(record.items or Pairs(), depth)
+            case "OrderedDict", () if isinstance(items := record.items or Pairs(), Pairs):
+                result = self._dict(items, depth)
             case "Size", ((list() | tuple()) as items,):
                 result = tuple(self.of(item, depth + 1) for item in items)
             case (("set" | "frozenset"), ((list() | tuple()) as items,)):

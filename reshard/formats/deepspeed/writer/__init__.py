@@ -2,8 +2,8 @@
 
 `zero/NAME/` has the states of a parameter as whole tensors, each in a file of `torch.save` (`saved_tensors`), in a dict
 with the axis of tensor parallelism (`cutting`). Weights are in the model states (`model_states`), of which there are
-two files: one for ZeRO stages 1 and 2, and one for stage 3. Other values of the source are carried as the instructions
-of their pickles (`instructions`).
+two files: one for ZeRO stages 1 and 2, and one for stage 3. Other values of the source are carried
+(`saved_values`).
 
 `zero/optimizer_state.pt` and `latest_universal` get their names last. The latter contains `.`: DeepSpeed loads the
 directory as such, or as a tag in its parent.
@@ -28,13 +28,13 @@ from reshard.formats.deepspeed.names import MODEL_STATES, OPTIM_STATES
 from reshard.formats.deepspeed.part import STEP
 from reshard.formats.deepspeed.universal import DIRECTORY, OPTIMIZER
 from reshard.formats.deepspeed.writer.cutting import Cutting
-from reshard.formats.deepspeed.writer.instructions import written
 from reshard.formats.deepspeed.writer.model_states import CarriedModelStates
 from reshard.formats.deepspeed.writer.optimizer import CarriedOptimizer, StepTensor
-from reshard.formats.deepspeed.writer.saved_values import SavedValues
+from reshard.formats.deepspeed.writer.saved_values import SavedValues, entries_of
 from reshard.formats.deepspeed.writer.states import number_of, parameter_states
 from reshard.formats.deepspeed.zero_checkpoint import DESCRIBED_BY
 from reshard.kits.torch.objects import SavedObjects
+from reshard.kits.torch.pickling import pickled
 from reshard.kits.torch.saved_tensors import saved_object, saved_tensor, torch_dtype
 
 if TYPE_CHECKING:
@@ -205,9 +205,9 @@ def values_of(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, tuple
         SourceError: the file is not valid, or values are too large.
     """
     saved = SavedValues.read(_file_of_rank_0(checkpoint, MODEL_STATES))
-    values = {name: value for name, value in saved.root.entries.items() if name in names}
+    values = {name: value for name, value in entries_of(saved.root).items() if name in names}
     storages = {name: saved.storages({name: value}) for name, value in values.items()}
-    return {name: (written(value, 2), storages[name]) for name, value in values.items()}
+    return {name: (pickled(value), storages[name]) for name, value in values.items()}
 
 
 def _optimizer(source: Checkpoint, model: CarriedModelStates) -> CarriedOptimizer:

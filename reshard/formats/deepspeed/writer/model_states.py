@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import SourceError
 from reshard.formats.deepspeed.pickled import optional_table, table
-from reshard.formats.deepspeed.writer.instructions import GraphNode, text, text_of, value_of, written
+from reshard.formats.deepspeed.writer.saved_values import entries_of, is_dict, pairs_of, with_entries, with_pairs
 from reshard.kits.torch.dtensors import is_tensor
-from reshard.kits.torch.pickling import Items
+from reshard.kits.torch.pickling import pickled
 from reshard.kits.torch.saved_tensors import Saved, rebuilding, saved_storages
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
-    from reshard.formats.deepspeed.writer.instructions import Value
     from reshard.formats.deepspeed.writer.saved_values import SavedValues
 
 _MODULE, _FROZEN = "module", "frozen_param_fragments"
@@ -60,20 +59,20 @@ class CarriedModelStates:
             SourceError: it is not valid, or has values that cannot be carried.
         """
         values = table(saved.file.value, "model states")
-        module = saved.root.entries.get(_MODULE)
-        if not isinstance(module, GraphNode):
+        module = values.get(_MODULE)
+        if not is_dict(module):
             raise SourceError(f"{saved.file.path} has no module; expected model states of DeepSpeed", code="bad-value")
-        self._module, self._protocol = module, saved.protocol
+        self._module = module
         self._tensors = {name for name, value in table(values[_MODULE], _MODULE).items() if is_tensor(value)}
-        self._root = saved.root.with_entries(dict.fromkeys(dropped))
-        others = module.with_pairs(pair for pair in module.pairs if text_of(pair[0]) not in self._tensors)
-        carried = self._root.with_entries({_MODULE: others, _FROZEN: None})
-        self._storages = saved.storages(carried.entries)
+        self._root = with_entries(saved.root, {}, without=dropped)
+        others = with_entries(module, {}, without=self._tensors)
+        carried = with_entries(self._root, {_MODULE: others}, without=[_FROZEN])
+        self._storages = saved.storages(entries_of(carried))
         self.nbytes = sum(map(len, self._storages.values()))
         self.buffers = set(map(str, values.get("buffer_names") or ()))
         groups = [table(group, "param_shapes") for group in values.get("param_shapes") or ()]
         self.groups, self.parameters = len(groups), [name for group in groups for name in group]
-        self.remarks, self.version = [*_remarks(values)], saved.root.entries.get("ds_version")
+        self.remarks, self.version = [*_remarks(values)], values.get("ds_version")
 
     def saved(self, tensors: Mapping[str, tuple[DType, Shape]], whole: Collection[str] | None = None) -> Saved:
         """Return a file of model states, with the bytes of whole tensors in their order.
@@ -87,21 +86,14 @@ class CarriedModelStates:
         stored = {
             name: (dtype, shape if whole is None or name in whole else (0,)) for name, (dtype, shape) in tensors.items()
         }
-        module = value_of(Items((name, rebuilding(*stored[name], keys[name])) for name in stored))
-        nodes: dict[str, Value] = module.entries if isinstance(module, GraphNode) else {}
-        pairs = [
-            (key, nodes.get(name, value))
-            for key, value in self._module.pairs
-            if (name := text_of(key) or "") in nodes or name not in self._tensors
-        ]
-        known = {text_of(key) for key, _ in pairs}
-        pairs += [(text(name), node) for name, node in nodes.items() if name not in known]
-        entries: dict[str, Value] = {_MODULE: self._module.with_pairs(pairs)}
-        if isinstance(frozen := self._root.entries.get(_FROZEN), GraphNode):
-            of_frozen = [(key, nodes.get(text_of(key) or "")) for key, _ in frozen.pairs if whole is None]
-            entries[_FROZEN] = frozen.with_pairs((key, node) for key, node in of_frozen if node is not None)
+        saved_tensors = {name: rebuilding(*stored[name], keys[name]) for name in stored}
+        module = with_entries(self._module, saved_tensors, without=self._tensors - saved_tensors.keys())
+        entries: dict[str, object] = {_MODULE: module}
+        if is_dict(frozen := entries_of(self._root).get(_FROZEN)):
+            names = [name for name, _ in pairs_of(frozen) if whole is None and name in saved_tensors]
+            entries[_FROZEN] = with_pairs(frozen, [(name, saved_tensors[name]) for name in names])
         storages = {keys[name]: prod(shape) * dtype.itemsize for name, (dtype, shape) in stored.items()}
-        pickle = written(self._root.with_entries(entries), self._protocol)
+        pickle = pickled(with_entries(self._root, entries))
         return saved_storages(pickle, {**self._storages, **storages})
 
 

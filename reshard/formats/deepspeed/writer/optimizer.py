@@ -12,7 +12,9 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import SourceError
-from reshard.formats.deepspeed.writer.instructions import GraphNode, dict_of, list_of, text, value_of, written
+from reshard.formats.deepspeed.writer.saved_values import entries_of, is_dict, with_entries
+from reshard.kits.torch.pickles import Pairs, PickledObject
+from reshard.kits.torch.pickling import pickled
 from reshard.kits.torch.saved_tensors import rebuilding, saved_storages
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
-    from reshard.formats.deepspeed.writer.instructions import Value
     from reshard.formats.deepspeed.writer.saved_values import SavedValues
 
 _OF_TORCH, _GROUPS, _VERSION, _PARAMS = "optimizer_state_dict", "param_groups", "ds_version", "params"
@@ -43,7 +44,7 @@ class CarriedOptimizer:
         has_groups: the source has the hyper-parameters.
     """
 
-    def __init__(self, saved: SavedValues, *, universal: bool, groups: int, version: Value | None) -> None:
+    def __init__(self, saved: SavedValues, *, universal: bool, groups: int, version: object) -> None:
         """Read what is carried.
 
         Args:
@@ -55,48 +56,39 @@ class CarriedOptimizer:
         Raises:
             SourceError: the file is not valid, or has values that cannot be carried.
         """
-        of_file = saved.root.entries
-        root = saved.root if universal else of_file.get(_OF_TORCH)  # DeepSpeed's own, of the same name
-        if not isinstance(root, GraphNode):
+        root = saved.root if universal else entries_of(saved.root).get(_OF_TORCH)  # DeepSpeed's own, of the same name
+        if not is_dict(root):
             raise SourceError(f"{saved.file.path} has no {_OF_TORCH}", code="bad-value")
-        values = root.entries
+        values = entries_of(root)
         of_torch = values.get(_OF_TORCH, values.get(_BASE))  # a list if the checkpoint is elastic
-        hyper = of_torch.entries.get(_GROUPS) if isinstance(of_torch, GraphNode) else None
-        stored = values.get(_GROUPS, hyper)
-        items = stored.items if isinstance(stored, GraphNode) else ()
-        self._groups = [group for group in items if isinstance(group, GraphNode)]
-        self.has_groups = any(len(group.entries) > 1 for group in self._groups)
+        stored = values.get(_GROUPS, entries_of(of_torch).get(_GROUPS))
+        self._groups = [group for group in stored if is_dict(group)] if isinstance(stored, list) else []
+        self.has_groups = any(len(entries_of(group)) > 1 for group in self._groups)
         if not self._groups:
-            self._groups = [dict_of([(text(_PARAMS), value_of([number]))]) for number in range(groups)]
-        self._protocol = saved.protocol
-        self._root = root.with_entries(
-            {**dict.fromkeys((*_OF_RANK, _OF_TORCH, _GROUPS)), _VERSION: values.get(_VERSION, version)}
-        )
-        self._storages = saved.storages({**self._root.entries, _GROUPS: list_of(self._groups)})
+            self._groups = [Pairs([_PARAMS, [number]]) for number in range(groups)]
+        versions = {} if version is None or _VERSION in values else {_VERSION: version}
+        self._root = with_entries(root, versions, without=(*_OF_RANK, _OF_TORCH, _GROUPS))
+        self._storages = saved.storages({**entries_of(self._root), _GROUPS: self._groups})
 
     def saved(self, step: float | StepTensor | None) -> bytes:
         """Return the file; `step` is None if the optimizer does not count steps."""
         storages = dict(self._storages)
+        value: object = step
         if isinstance(step, StepTensor):
             key = next(key for number in count() if (key := str(number)) not in storages)
             storages[key] = step.content
-            value = value_of(rebuilding(step.dtype, step.shape, key))
-        else:
-            value = value_of(step)
-        of_first = [] if step is None else [(text("step"), value)]
-        state = dict_of([(value_of(0), dict_of(of_first))])
-        shared = list_of([_shared(self._groups)])
-        of_torch = dict_of([(text("state"), state), (text(_GROUPS), shared)])
-        root = self._root.with_entries({_OF_TORCH: of_torch, _GROUPS: list_of(self._groups)})
-        return b"".join(content for _, content in saved_storages(written(root, self._protocol), storages).literals)
+            value = rebuilding(step.dtype, step.shape, key)
+        of_first = {} if step is None else {"step": value}
+        of_torch = {"state": {0: of_first}, _GROUPS: [_shared(self._groups)]}
+        root = with_entries(self._root, {_OF_TORCH: of_torch, _GROUPS: self._groups})
+        return b"".join(content for _, content in saved_storages(pickled(root), storages).literals)
 
 
-def _shared(groups: Sequence[GraphNode]) -> GraphNode:
+def _shared(groups: Sequence[Pairs | PickledObject]) -> Pairs | PickledObject:
     """Return the first group with those hyper-parameters that are equal in all groups."""
-    first = groups[0]
-    contents = [{name: written(value, 2) for name, value in group.entries.items()} for group in groups]
+    contents = [{name: pickled(value) for name, value in entries_of(group).items()} for group in groups]
     differing = [
-        name for name in first.entries
+        name for name in contents[0]
         if name != _PARAMS and any(content.get(name) != contents[0][name] for content in contents)
     ]  # fmt: skip
-    return first.with_entries(dict.fromkeys(differing))
+    return with_entries(groups[0], {}, without=differing)

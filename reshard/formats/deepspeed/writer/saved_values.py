@@ -1,4 +1,4 @@
-"""Read files of `torch.save` as instructions: the values that a Universal Checkpoint carries.
+"""Read files of `torch.save` with all their values, of which a Universal Checkpoint carries most, and change dicts.
 
 A value may have tensors of its own, as those of a client's state. Their storages are carried as they are, with their
 keys; those of weights are not, since weights are written anew.
@@ -6,22 +6,23 @@ keys; those of weights are not, since weights are written anew.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from reshard.core.model.entries import RangeReader
 from reshard.core.model.objects import LARGEST
 from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.errors import Option, SourceError, Text, bytes_text
 from reshard.formats.deepspeed.listing import EXPECTED
-from reshard.formats.deepspeed.writer.instructions import GraphNode, Instruction, parsed, references, text_of, tuple_of
 from reshard.kits.torch.archive import carries_sums
 from reshard.kits.torch.file import PICKLE, TorchFile
+from reshard.kits.torch.pickles import Pairs, PickledObject, parts_of
+from reshard.kits.torch.tensors import storage_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from reshard.core.storage.places import Place
-    from reshard.formats.deepspeed.writer.instructions import Value
     from reshard.kits.torch.file import Storage
 
 _REFERENCE = 5  # items: a word, the class of the storage, its key, its device, and its number of elements
@@ -33,27 +34,21 @@ class SavedValues(NamedTuple):
     Attributes:
         file: the file.
         root: the dict.
-        protocol: the protocol of its pickle.
     """
 
     file: TorchFile
-    root: GraphNode
-    protocol: int
+    root: Pairs | PickledObject
 
     @classmethod
     def read(cls, location: Place) -> SavedValues:
         """Read a file; raise `SourceError` if it is not valid."""
-        file = TorchFile.read(location, EXPECTED)
-        content = _read(file, PICKLE, file.pickle)
-        try:
-            root, protocol = parsed(content)
-        except SourceError as error:
-            raise error.about(file.path) from None
-        if not isinstance(root, GraphNode):
+        file = TorchFile.read(location, EXPECTED, keeps=True)
+        _read(file, PICKLE, file.pickle)
+        if not is_dict(file.value):
             raise SourceError(f"{file.path} has no dict; expected {EXPECTED}", code="not-a-state-dict")
-        return cls(file, root, protocol)
+        return cls(file, file.value)
 
-    def storages(self, values: Mapping[str, Value]) -> dict[str, bytes]:
+    def storages(self, values: Mapping[str, object]) -> dict[str, bytes]:
         """Return the storages of some values, by key.
 
         Args:
@@ -66,7 +61,7 @@ class SavedValues(NamedTuple):
         sizes: dict[str, int] = {}
         for name, value in values.items():
             before = len(places)
-            keys = [self._key(name, node) for node in references(value)]
+            keys = [self._key(name, reference) for reference in _references(value)]
             stored = self.file.storages([_record(key) for key in keys])
             places.update({key: stored[_record(key)] for key in keys})
             sizes[name] = sum(place.nbytes for place in [*places.values()][before:])
@@ -79,14 +74,68 @@ class SavedValues(NamedTuple):
             )  # fmt: skip
         return {key: _read(self.file, _record(key), place) for key, place in places.items()}
 
-    def _key(self, name: str, reference: GraphNode) -> str:
+    def _key(self, name: str, reference: PickledObject) -> str:
         """Return the key of the storage that a reference names, and leave out what only the old format has."""
-        items: tuple[Any, ...] = getattr(reference.made_of[0], "made_of", ())
-        key = text_of(items[2]) if len(items) >= _REFERENCE else None
-        if key is None or text_of(items[0]) != "storage" or set(items[_REFERENCE:]) - {b"N"}:
-            raise SourceError(f"{self.file.path}: {name!r:.60} refers to unsupported data", code="bad-pickle")
-        reference.instructions = [Instruction(b"Q", (tuple_of(items[:_REFERENCE]),))]
+        try:
+            _, key, _ = storage_reference(reference)
+        except SourceError as error:
+            raise SourceError(f"{self.file.path}: {name!r:.60} {error.message}", code="bad-pickle") from None
+        reference.arguments = reference.arguments[:_REFERENCE]
         return key
+
+
+def is_dict(value: object) -> TypeGuard[Pairs | PickledObject]:
+    """Return whether a value is a dict, of any class."""
+    return isinstance(value, Pairs) or (isinstance(value, PickledObject) and isinstance(value.items, Pairs | None))
+
+
+def pairs_of(value: object) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys and values of a dict; none for another value."""
+    items = value.items if isinstance(value, PickledObject) else value
+    return items.items() if isinstance(items, Pairs) else iter(())
+
+
+def entries_of(value: object) -> dict[str, Any]:
+    """Return the values of a dict whose keys are texts; none for another value."""
+    return {key: item for key, item in pairs_of(value) if isinstance(key, str)}
+
+
+def with_pairs(value: Pairs | PickledObject, pairs: Iterable[tuple[object, object]]) -> Pairs | PickledObject:
+    """Return a dict of the same class, with other keys and values."""
+    items = Pairs(chain.from_iterable(pairs))
+    if isinstance(value, Pairs):
+        return items
+    changed = PickledObject(value.made_by, value.arguments, state=value.state, is_new=value.is_new)
+    changed.items = items
+    return changed
+
+
+def with_entries(
+    value: Pairs | PickledObject, entries: Mapping[str, object], *, without: Collection[str] = ()
+) -> Pairs | PickledObject:
+    """Return a dict of the same class, with some entries replaced, added or left out."""
+    left = dict(entries)
+    pairs = []
+    for key, item in pairs_of(value):
+        name = key if isinstance(key, str) else None
+        if name not in without:
+            pairs.append((key, left.pop(name, item) if name is not None else item))
+    return with_pairs(value, [*pairs, *left.items()])
+
+
+def _references(value: object) -> Iterator[PickledObject]:
+    """Yield the references to data outside of the pickle that a value contains, each once."""
+    visited: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in visited:
+            continue
+        visited.add(id(part))
+        if isinstance(part, PickledObject) and part.made_by is None:
+            yield part
+        else:
+            waiting += parts_of(part)
 
 
 def _record(key: str) -> bytes:
