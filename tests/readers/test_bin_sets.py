@@ -190,7 +190,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
         without_index(copied("other-00001-of-00002.bin")), "several-checkpoints", "other-00001-of-00002.bin",
     ),
     "no index, and a number beyond": (
-        without_index(copied("pytorch_model-00003-of-00002.bin")), "several-checkpoints", "file 3 of 2",
+        without_index(copied("pytorch_model-00003-of-00002.bin")), "several-checkpoints", "pytorch_model-00003-of-00002.bin",
     ),
     "no index, and a number twice": (
         without_index(copied("pytorch_model-000002-of-00002.bin")), "several-checkpoints", "pytorch_model-000002",
