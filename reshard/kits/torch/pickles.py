@@ -154,15 +154,14 @@ class PickledObject:
 
     def fields(self, *names: str) -> list[Any]:
         """Return attributes from the state, None for a missing one. Fast if they are in this order."""
-        values = [None] * len(names)
+        values: list[Any] = [None] * len(names)
         for part in self.state[1::-1] if type(self.state) is tuple else (self.state,):
             if type(part) is Pairs:
                 keys = tuple(part[: 2 * _MOST_ATTRIBUTES : 2])
                 if keys == names[: len(keys)] and type(self.state) is not tuple:
                     return part[1::2] + values[len(keys) :]
-                for position, name in enumerate(names):
-                    if name in keys:
-                        values[position] = part[2 * keys.index(name) + 1]
+                for position in (number for number, name in enumerate(names) if name in keys):
+                    values[position] = part[2 * keys.index(names[position]) + 1]
         return values
 
 
@@ -230,8 +229,6 @@ def unpickled(reader: Readable, expected: str, *, outside: bool = False, keeps: 
     Raises:
         SourceError: it is not a pickle, has an instruction that Python's pickler does not write, or exceeds a limit.
     """
-    if reader.size > MOST_BYTES:
-        _refuse(reader, expected, f"has {bytes_text(reader.size)}; at most {bytes_text(MOST_BYTES)} are taken", 0)
     first = first_unpickled(reader, expected, outside=outside, keeps=keeps)
     if first.nbytes != reader.size:
         _refuse(reader, expected, "goes on behind its end", first.nbytes)
@@ -239,13 +236,7 @@ def unpickled(reader: Readable, expected: str, *, outside: bool = False, keeps: 
 
 
 class FirstPickle(NamedTuple):
-    """The first pickle of a file of several.
-
-    Attributes:
-        value: its value.
-        nbytes: its length.
-        references: its references to data outside of the pickle, in order.
-    """
+    """The value of the first pickle of several, its length, and its references to data outside of it, in order."""
 
     value: Any
     nbytes: int
@@ -272,11 +263,7 @@ def _refuse(reader: Readable, expected: str, why: str, at: int) -> NoReturn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Python's unpickler, which imports nothing.
-
-    Attributes:
-        references: the references to data outside of the pickle.
-    """
+    """Python's unpickler, which imports nothing; it lists the references to data outside of the pickle."""
 
     def __init__(self, scan: _Scan) -> None:
         super().__init__(scan)
@@ -315,7 +302,7 @@ class _Scan:
     def __init__(self, reader: Readable, expected: str, *, outside: bool, longest: int) -> None:
         self._reader, self._expected, self._outside, self._longest = reader, expected, outside, longest
         self.nbytes = self._skipped = 0  # of long texts
-        self._objects = self._pushed = self._instances = 0
+        self._objects = self._instances = 0
         self._pieces = self._checked()
         self._piece = io.BytesIO()
 
@@ -430,22 +417,24 @@ class _Scan:
         if end > len(buffer):
             return None
         self._objects += min(length, _LONGEST) // 64
-        if code in _TEXTS and not _is_utf8(buffer[begin:end]):
-            self.refuse("has a text that is not UTF-8")
+        if code in _TEXTS:
+            try:
+                buffer[begin:end].decode()
+            except UnicodeDecodeError:
+                self.refuse("has a text that is not UTF-8")
         return buffer[at:end], end
 
     def _count(self, plain: bytes) -> None:
-        """Count objects and pushes. Arguments may look like instructions, so the counts are upper bounds."""
+        """Count objects, and pushes as quarters. Arguments may look like instructions: the counts are upper bounds."""
         self._objects += len(plain) - len(plain.translate(None, _MAKES))
-        self._pushed += len(plain) - len(plain.translate(None, _PUSHES))
+        self._objects += (len(plain) - len(plain.translate(None, _PUSHES))) // 4
 
     def _compare(self) -> None:
         """Compare the counts with limits, with the number of instances, and that with the bytes so far."""
         most = min(_MOST_OBJECTS, _FREE_OBJECTS + _OBJECTS_PER_INSTANCE * self._instances)
         most_instances = _FREE_INSTANCES + (self.nbytes - self._skipped) // _BYTES_PER_INSTANCE
-        if self._objects > most or self._pushed > 4 * most or self._instances > most_instances:
+        if self._objects > most or self._instances > most_instances:
             self.refuse("has more values than a description of tensors needs")
-
         if self.nbytes > MOST_BYTES:
             self.refuse(f"has more than {bytes_text(MOST_BYTES)}, which are taken at most")
 
@@ -454,11 +443,3 @@ class _Scan:
 
         name = next((opcode.name for opcode in opcodes if opcode.code == chr(code)), f"0x{code:02x}")
         self.refuse(f"has the unsupported instruction {name}")
-
-
-def _is_utf8(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
