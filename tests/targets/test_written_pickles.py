@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import re
 import zipfile
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,26 @@ from refusals import refused
 
 from reshard.errors import SourceError
 from reshard.formats.deepspeed.writer.saved_values import entries_of, pairs_of, with_entries
+from reshard.kits.torch import pickles
 from reshard.kits.torch.pickles import unpickled
 from reshard.kits.torch.pickling import pickled
 from reshard.kits.torch.tensors import PickleBytes
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+class Created:
+    """An object that is created without a call of its class, which would fail."""
+
+    def __init__(self, *, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Created) and self.value == other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 ATOMS = (
     st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -30,16 +45,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text() | st.integers(), inner, max_size=5)
     | st.tuples(inner) | st.tuples(inner, inner, inner, inner) | st.builds(deque, st.lists(inner))
     | st.builds(OrderedDict, st.dictionaries(st.text(), inner))
-    | st.sets(st.integers() | st.text()) | st.frozensets(st.integers()),
+    | st.builds(Created, value=inner) | st.sets(st.integers() | st.text()) | st.frozensets(st.integers()),
     max_leaves=30,
 )  # fmt: skip
-
-
-class Created:
-    """An object that is created without a call of its class, which would fail."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
 
 
 def loads(content: bytes) -> Any:
@@ -52,7 +60,13 @@ def read(content: bytes) -> Any:
 
 @given(VALUES, st.integers(2, 5))
 def test_values_stay_as_they_are(value: Any, protocol: int) -> None:
-    assert loads(pickled(read(pickle.dumps(value, protocol)))) == value
+    """Whether the reader follows instructions at once or one by one."""
+    content = pickle.dumps(value, protocol)
+    again = pickled(read(content))
+    assert loads(again) == value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickles, "_RUN", re.compile(pickles._PLAIN + b"*+", re.DOTALL))
+        assert pickled(read(content)) == again
 
 
 def instructions(content: bytes) -> list[tuple[str, object]]:
@@ -84,7 +98,7 @@ def test_all_pickles_of_deepspeed_have_the_same_instructions_again(mindspore_dat
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_what_is_shared_stays_shared(protocol: int) -> None:
     shared = [1, "a long enough text"]
-    value = {"a": shared, "b": (shared, shared), "c": [*shared], "d": Created([])}
+    value = {"a": shared, "b": (shared, shared), "c": [*shared], "d": Created(value=[])}
     value["self"] = value
     found = loads(pickled(read(pickle.dumps(value, protocol))))
     assert found["a"] is found["b"][0] is found["b"][1]
