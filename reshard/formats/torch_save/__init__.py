@@ -100,7 +100,7 @@ def _lone_save(here: Listing) -> str | None:
 def _of_file(found: Found, rules: object, *, contents: Contents) -> Checkpoint:
     """Open a file of whole tensors; refuse one that is one rank's part of a model."""
     from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks
-    from reshard.formats.torch_save.consolidated import open_only as open_meta
+    from reshard.formats.torch_save.consolidated import open_only
     from reshard.formats.torch_save.saves import open_save
 
     is_named = not found.here.names
@@ -110,9 +110,8 @@ def _of_file(found: Found, rules: object, *, contents: Contents) -> Checkpoint:
         refuse_one_of_ranks(file)
     elif rules != _WHOLE:
         raise options_refused(found.place)
-    if is_named:
-        opens = open_meta if CONSOLIDATED.files.fullmatch(file.name) else open_save
-        checkpoint = opens(file, contents=contents)
+    if is_named and CONSOLIDATED.files.fullmatch(file.name):
+        checkpoint = open_only(file, contents=contents)
     else:
         checkpoint = open_save(file, root=found.place, contents=contents)
     if rules is not None:

@@ -42,7 +42,7 @@ from reshard.kits.training.pickled import stated_in
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.core.model.checkpoint import Tensor
     from reshard.core.model.entries import Entry
@@ -128,10 +128,8 @@ def open_saves(directory: Place, listing: Sequence[str], *, contents: bool | Lit
     for match in matches:
         by_kind.setdefault(match["kind"], {})[int(match["rank"])] = match[0]
     for kind, names_by_rank in by_kind.items():
-        missing = (rank for rank in range(count) if rank not in names_by_rank)
-        if first := list(islice(missing, 64)):
-            missing_ranks = f"{ranks_text(first)}{' and more' if len(first) == 64 else ''}, of {count}"
-            fault = f"has no file of {missing_ranks}"
+        if missing := list(islice((rank for rank in range(count) if rank not in names_by_rank), 64)):
+            fault = f"has no file of {ranks_text(missing)}, of {count}"
             faults.add(f"{kind}_world_size_{count}_rank_*.pt", fault, code="missing-ranks", hint=COPY_AGAIN)
         if max(names_by_rank) >= count:
             faults.add(names_by_rank[max(names_by_rank)], f"is of a rank beyond the {count}", code="no-such-rank")
@@ -194,16 +192,18 @@ def _check_numbers(directory: Place, members: Sequence[str]) -> None:
 
 def open_save(location: Place, *, root: Place | None = None, contents: bool | Literal["blocks"] = True) -> Checkpoint:
     """Open a file of a whole state dict: of `root`, if it is the only one in that directory; see `open_saves`."""
-    return _joined(root or location, read_files([File(location)], 1, check=_refuse_rank), [0], contents=contents)
+    saved = TorchFile.read(location, EXPECTED)
+    _refuse_rank(saved)
+    file = read_state_dict(saved, 0, saved.value, "", Tensors(0, 1))
+    return _joined(root or location, [file], [0], contents=contents)
 
 
 def _refuse_rank(saved: TorchFile) -> None:
     """Refuse a file of Megatron-LM whose arguments say that it is of one of several ranks."""
     values = saved.value.items() if isinstance(saved.value, Pairs) else ()
-    args = next((value for key, value in values if key == "args"), None)
     stated: Mapping[str, object] = {}
     with suppress(SourceError):  # other programs save args, too
-        stated = stated_in(args)
+        stated = stated_in(next((value for key, value in values if key == "args"), None))
     if any(isinstance(size := stated.get(name), int) and size > 1 for name in RANK_SIZES):
         raise SourceError(
             f"{saved.path} is of one of several ranks, according to its args",
@@ -212,26 +212,13 @@ def _refuse_rank(saved: TorchFile) -> None:
         )
 
 
-def read_files(
-    files: Sequence[File], count: int, *, check: Callable[[TorchFile], object] | None = None
-) -> list[Contents]:
-    """Read files of `count` ranks; at URLs, several at once.
-
-    Args:
-        files: the files.
-        count: the number of ranks.
-        check: raises an error for a file that is not to be read.
-
-    Raises:
-        SourceError: a file is not valid.
-    """
+def read_files(files: Sequence[File], count: int) -> list[Contents]:
+    """Read files of `count` ranks, at URLs several at once; raise `SourceError` if one is not valid."""
     numbered = {file.location: (number, file) for number, file in enumerate(files)}
 
     def read(location: Place) -> Contents:
         number, file = numbered[location]
         saved = TorchFile.read(location, EXPECTED)
-        if check is not None:
-            check(saved)
         return read_state_dict(saved, number, saved.value, file.prefix, Tensors(file.rank, count))
 
     return list(map_ordered(read, list(numbered), workers_at(numbered)))
@@ -314,7 +301,7 @@ def read_state_dict(saved: TorchFile, number: int, state_dict: object, prefix: s
         values = _flattened(state_dict, prefix, finder)
     except SourceError as error:
         raise SourceError(f"{saved.path}: {error.message}; expected {EXPECTED}", code=error.code) from None
-    refused = dict[str, str]()
+    refused: dict[str, str] = {}
     objects: dict[str, str] = {}
     rank_tensors: dict[str, RankTensor] = {}
     for name, value in values.items():
