@@ -77,7 +77,7 @@ class Name(NamedTuple):
         return PickledObject(self, arguments)
 
 
-_SET = Name("builtins", "set")
+_SET, _FROZEN_SET = Name("builtins", "set"), Name("builtins", "frozenset")
 
 
 class Pairs(list[Any]):
@@ -112,9 +112,11 @@ class PickledObject:
     __slots__ = ("arguments", "is_new", "items", "made_by", "state")
 
     def __init__(self, made_by: object, arguments: object, *, state: object = None, is_new: bool = False) -> None:
-        self.made_by, self.state, self.is_new = made_by, state, is_new
+        self.made_by = made_by
         self.arguments: Any = arguments
+        self.state = state
         self.items: list[Any] | None = None
+        self.is_new = is_new
 
     def __setstate__(self, state: object) -> None:
         """Keep the state."""
@@ -275,21 +277,23 @@ class _Unpickler(pickle.Unpickler):
         return Name(module, name)
 
     def persistent_load(self, key: Any) -> Pairs | PickledObject:
-        """Return what `_Scan` replaced: a dict (None), a set (True, or a list), a long value (its text), or a tuple."""
+        """Return what `_Scan` replaced: an object or a reference (a tuple), a dict (None), a set, or a long value."""
+        if type(key) is tuple and len(key) == 2:
+            if type(key[0]) is not Name or type(key[1]) is not tuple:
+                raise TypeError("an object without a class")
+            new = PickledObject(*key)
+            new.is_new = True
+            return new
         if key is None:
             return Pairs()
         if key is True:
             return PickledObject(_SET, ([],))
+        if type(key) is list:
+            return PickledObject(_FROZEN_SET, (key,))
         if type(key) is str:
             return PickledObject(Name("", key), ())
-        if type(key) is list:
-            return PickledObject(Name("builtins", "frozenset"), (key,))
-        if len(key) == 1:
-            self.references.append(PickledObject(None, *key))
-            return self.references[-1]
-        if type(key[0]) is not Name or type(key[1]) is not tuple:
-            raise TypeError("an object without a class")
-        return PickledObject(*key, is_new=True)
+        self.references.append(PickledObject(None, *key))
+        return self.references[-1]
 
 
 class _Scan:
