@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import struct
 import time
@@ -101,21 +100,10 @@ def test_kinds_of_files_and_what_is_nested(tmp_path: Path) -> None:
     a = np.arange(24, dtype=np.float32).reshape(6, 4)
     full = {"w": w, "a": a, "c": a, "n.0": FULL["b"], "optim.state.0.step": np.float32(3), "optim.state.0.exp_avg": w}
     assert_equal(found, {**full, "extra_state.rng.cpu": own[0]})
-    assert {name: one.problem for name, one in found._record.extras.objects.items()} == {
-        "n.1.x": "a pickled int, which is not read",
-        "optim.param_groups.0.lr": "a pickled float, which is not read",
-        "optim.param_groups.0.params": "a pickled list, which is not read",
-    }
-    assert [line for line in found.warnings if "differs between the ranks" in line]
-    done(
-        "convert",
-        "--to=mindspore",
-        tmp_path / "src",
-        tmp_path / "weights",
-        "--weights-only",
-        "--exclude",
-        "extra_state.*",
-    )
+    assert set(found._record.extras.objects) == {"n.1.x", "optim.param_groups.0.lr", "optim.param_groups.0.params"}
+    assert found.tensors["extra_state.rng.cpu"].varies
+    options = ("--to=mindspore", "--weights-only", "--exclude", "extra_state.*")
+    done("convert", *options, tmp_path / "src", tmp_path / "weights")
     assert set(reshard.open(tmp_path / "weights")) == {"w", "a", "c", "n.0"}
 
 
@@ -130,7 +118,7 @@ def test_tensors_under_any_keys_and_at_any_places(tmp_path: Path) -> None:
     keys = ["d.(0, 1)", "d.()", "d.('x', None)", "n.None", "n.q", "f.0.5", "f.True", "f.-2"]
     assert_equal(found, dict.fromkeys([*keys, "l.70", "t.0.0.0"], FULL["b"]))
     assert not found.unreadable
-    assert found._record.extras.objects["k"].problem == "a pickled list, which is not read"
+    assert "k" in found._record.extras.objects
 
 
 def attribute(**state: object) -> Made:
@@ -162,7 +150,7 @@ def test_what_holds_a_tensor_is_left_out_by_name_alone(tmp_path: Path, name: str
     found = reshard.open(path)
     assert set(found) == {"w"}
     assert set(found._record.extras.objects) == {"o"}
-    assert re.fullmatch("is a pickled .* with tensors in it, which is not read", found.unreadable["x"])
+    assert set(found.unreadable) == {"x"}
     failed(4, "unreadable-tensor", "convert", "--to=mindspore", path, tmp_path / "u", places=("--drop 'x'",))
     done("convert", "--to=mindspore", path, tmp_path / "u", "--drop", "x")
 

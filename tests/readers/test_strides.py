@@ -12,12 +12,10 @@ import pytest
 from checkpoints import numbers, write_file
 from commands import call, done
 from dcp_files import cut, item, write_torch
-from refusals import refused
 from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write_save
 
 import reshard
 from reshard import Layout, Rules, Strategy
-from reshard.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -182,21 +180,6 @@ def test_ranks_with_values_of_their_own(tmp_path: Path) -> None:
     for number, state in enumerate([*states, states[0] + 1]):
         target = write_file(tmp_path / f"{'abc'[number]}.safetensors", {"b": FULL["b"], "extra_state.rng": state})
         assert [one.index for one in reshard.verify(target, against=source).differences] == [(0, 0)] * (number == 2)
-
-
-def test_a_whole_tensor_that_is_cut_in_truth(tmp_path: Path) -> None:
-    """Plain tensors that differ between ranks, in strides, and nothing says how they are cut."""
-    for rank in range(2):
-        w = FULL["turned"] + rank
-        write_rank(tmp_path, rank, 2, {"w": saved("turned", w), "b": tensor(FULL["b"])})
-    assert set(reshard.open(tmp_path).unreadable) == {"w"}
-
-
-def test_strides_beyond_the_storage(tmp_path: Path) -> None:
-    odd = item(FULL["turned"], strides=(1, 321), storage=FULL["turned"].reshape(-1))
-    root = write_torch(tmp_path, {"w": FULL["turned"]}, {0: [("w", ((0, 0), (320, 300)), odd)]})
-    with refused(SourceError, "no-tensors", "'w'"):
-        reshard.open(root)
 
 
 OVERLAPPING = {
