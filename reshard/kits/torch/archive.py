@@ -139,16 +139,19 @@ def carries_sums(records: Collection[ZipRecord]) -> bool:
 
 
 def checked_records(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and contents of each record of an archive; verify its header and checksum.
+    """Yield the name and contents of each record of an archive after verifying its header and checksum.
 
     Raises:
-        Damaged: the archive is not a zip of stored records.
-        SourceError: a record does not match its checksum. The message does not name the file.
+        SourceError: it is no zip of stored records, or does not match a checksum. The message does not name the file.
     """
-    records = directory(len(content), lambda begin, nbytes: content[begin : begin + nbytes])
+    try:
+        records = directory(len(content), lambda begin, nbytes: content[begin : begin + nbytes])
+        for record in records:
+            record.check(content[record.header : record.header + record.least])
+    except Damaged as error:
+        raise SourceError(f"is not an object of torch.save: it {error}", code="not-torch-save") from None
     has_sums = carries_sums(records)
     for record in records:
-        record.check(content[record.header : record.header + record.least])
         name, data = record.name.decode(errors="replace"), content[record.begin : record.begin + record.size]
         if has_sums and crc32(data) != record.crc:
             raise SourceError(f"is corrupt: {name!r:.60} does not match its CRC-32", code="wrong-checksum")

@@ -174,9 +174,7 @@ def _like(key: str, before: str | int) -> str | int:
 
 def nested(paths: Mapping[str, KeyPath], faults: Faults) -> dict[str, KeyPath]:
     """Check that paths can be in nested dicts and lists, and return them with lists numbered without gaps."""
-    tree: dict[
-        KeyPath, tuple[type | None, str]
-    ] = {}  # at a path: the type of keys, None for a value
+    tree: dict[KeyPath, tuple[type | None, str]] = {}  # at a path: the type of keys, None for a value
     for name, path in paths.items():
         for depth in range(len(path) + 1):
             kind = type(path[depth]) if depth < len(path) else None

@@ -13,21 +13,21 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import islice
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from reshard.core.layout.block import shape_text
 from reshard.core.model.checkpoint import TensorSpec
 from reshard.core.model.objects import Objects, contents
 from reshard.core.storage.small import parse_json
 from reshard.errors import SourceError
-from reshard.kits.torch.archive import Damaged, checked_records
+from reshard.kits.torch.archive import checked_records
 from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.kits.torch.tensors import PickleBytes, rebuilt
 from reshard.kits.training.pickled import known
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.facts import Object
@@ -70,7 +70,7 @@ class SavedObjects(Objects):
 
 def check_sums(content: bytes) -> None:
     """Verify the checksums of an object's archive; raise `SourceError` without the object's name."""
-    for _ in _records(content):
+    for _ in checked_records(content):
         pass
 
 
@@ -142,25 +142,13 @@ def _value(name: str, entry: Object, content: bytes, plain: _Plain) -> Any:
             return parse_json(content, [])
         except ValueError as error:
             raise SourceError(f"is not JSON: {error}", code="not-json") from None
-    pickled = next((record for path, record in _records(content) if path.endswith("/data.pkl")), None)
+    pickled = next((record for path, record in checked_records(content) if path.endswith("/data.pkl")), None)
     if pickled is None:
-        _refuse("it has no data.pkl")
+        raise SourceError("is not an object of torch.save: it has no data.pkl", code="not-torch-save")
     try:
         return plain.of(unpickled(PickleBytes(entry.path, pickled), _EXPECTED, outside=True))
     except RecursionError:
         raise SourceError("is nested too deeply", code="too-large") from None
-
-
-def _records(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the names and contents of an archive's records after verifying headers and checksums."""
-    try:
-        yield from checked_records(content)
-    except Damaged as error:
-        _refuse(f"it {error}")
-
-
-def _refuse(why: str) -> NoReturn:
-    raise SourceError(f"is not an object of torch.save: {why}", code="not-torch-save")
 
 
 class _Plain:
