@@ -49,17 +49,28 @@ def test_as_read_whole(
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "said"),
     [
-        "", "[]", '{"a": {"b": 1}', '{"a": {"b": 1} {', '{"a": {"b" 1}}', '{"a": {"b": 1}, "a": {}}',
-        '{"a": {"b": 1, "b": 2}}', '{"a": {"b": {"c": 1, "c": 2}}}', '{"a": {"b": 01}}', '{"a": {"b": nul}}',
-        '{"a": {1: 2}}', '{"a": {}} x', '{"a": {"b": ' + "[" * 100_000 + "}}", '{"a": {"b": ' + "1" * 5000 + "}}",
+        ("", "the end"),
+        ("[]", "expected '{'"),
+        ('{"a": {"b": 1}', "expected '[,}]'|the end"),
+        ('{"a": {"b": 1} {', "expected ','"),
+        ('{"a": {"b" 1}}', "expected ':'"),
+        ('{"a": {"b": 1}, "a": {}}', "is there twice"),
+        ('{"a": {"b": 1, "b": 2}}', "is there twice"),
+        ('{"a": {"b": {"c": 1, "c": 2}}}', "is there twice"),
+        ('{"a": {"b": 01}}', "expected ','"),
+        ('{"a": {"b": nul}}', "not JSON"),
+        ('{"a": {1: 2}}', "expected text"),
+        ('{"a": {}} x', "something follows"),
+        ('{"a": {"b": ' + "[" * 100_000 + "}}", "nested too deeply|not JSON"),
+        ('{"a": {"b": ' + "1" * 5000 + "}}", "limit"),
     ],
-)  # fmt: skip
-def test_what_is_not_such(tmp_path: Path, text: str) -> None:
+)
+def test_what_is_not_such(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
-    with pytest.raises(ValueError):  # noqa: PT011 -- its text is for the caller
+    with pytest.raises(ValueError, match=said):
         list(members(str(path)))
 
 
