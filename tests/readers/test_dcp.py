@@ -56,7 +56,7 @@ def test_a_run_names_its_last_step(run: Path) -> None:
         reshard.open(root, step=12)
     with refused(SourceError, "no-such-iteration", "iteration 5", "iterations 4, 12"):
         reshard.open(root, step=5)
-    with refused(SourceError, "no-such-iteration", "12"):
+    with refused(SourceError, "no-such-iteration", "iteration 12"):
         reshard.open(root / STEP, step=12)
     shown = done("inspect", root).stdout.splitlines()
     assert shown[1].split()[:2] == ["global_step_4", "4"]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from reshard.errors import SourceError
-from reshard.formats.deepspeed.writer.saved_values import entries_of, pairs_of, with_entries
 from reshard.kits.torch import pickles
 from reshard.kits.torch.pickles import unpickled
 from reshard.kits.torch.pickling import pickled
@@ -109,19 +108,8 @@ def test_what_is_shared_stays_shared(protocol: int) -> None:
 
 
 def test_long_values_and_many_entries() -> None:
-    value = {
-        "many": {str(number): None for number in range(2500)},
-        "list": list(range(2500)),
-        "bytes": b"x" * 1_000_000,
-    }
-    root = read(pickle.dumps(value, 4))
-    assert loads(pickled(root)) == value
-    many = with_entries(entries_of(root)["many"], {"8": "eight", "new": (1, 2)}, without=["7"])
-    expected = {key: item for key, item in value["many"].items() if key != "7"} | {"8": "eight", "new": (1, 2)}
-    changed = loads(pickled(with_entries(root, {"many": many})))
-    assert changed == {**value, "many": expected}
-    assert [*changed["many"]] == [*expected]
-    assert [key for key, _ in pairs_of(entries_of(root)["many"])] == list(value["many"])  # as it was
+    value = {"many": {str(number): None for number in range(2500)}, "list": list(range(2500)), "long": b"x" * 999_999}
+    assert loads(pickled(read(pickle.dumps(value, 4)))) == value
 
 
 def test_equal_texts_are_written_once_whoever_made_them() -> None:
