@@ -195,7 +195,7 @@ DCP = [
     made("no tensors", metadata(b"}"), "no-tensors"),
     made("tensors that are a list", metadata(b"]"), "bad-metadata"),
     made("a file above", metadata(b"}" + text(b"w") + a_tensor() + b"s", b"}" + PLACE.replace(b"\x13\x00\x00\x00_rank0_", b"\x16\x00\x00\x00../_rank0_") + b"s"), "bad-file-name"),
-    Item("a text of 1 GB of zeros", tree({".metadata": sparse(pickled(b"X\x00\x00\x00\x40"), 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "bad-pickle @ has 1.1", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
+    Item("a text of 1 GB of zeros", tree({".metadata": sparse(pickled(b"X\x00\x00\x00\x40"), 1 << 30), "_rank0_.safetensors": st(TENSORS, b"abcd")}), "bad-pickle", COMMANDS, file="bad", headroom=100_000_000, seconds=2),
     torch("an item with nothing wrong", torchs(an_item(rebuilt())), "", code=0),
     torch("an item that calls", torchs(an_item(b"cos\nsystem\n(" + text(b"touch called") + b"tR.")), "no-tensors @ 'system'"),
     torch("an item that is no zip archive", torchs(b"\xff" * 4000), "no-tensors"),
@@ -208,7 +208,7 @@ DCP = [
     torch("strides of 2**62", torchs(an_item(rebuilt(strides=b"\x8a\x08" + (1 << 62).to_bytes(8, "little") + b"\x85"))), "no-tensors"),
     Item("a shape of 2**58 that lies in one element", EXPANDED, "", ("inspect {bad}", "convert {bad} {out} --dry-run", "verify {bad}", ".open {bad}"), 0, "bad", headroom=100_000_000, seconds=2),
     Item("a shape of 2**58 that is written", EXPANDED, "no-space @ 288230.4", ("convert --to=mindspore {bad} {out}",), 5, "bad", headroom=100_000_000, seconds=2),
-    torch("a parameter in a parameter, a hundred deep", torchs(an_item(b"ctorch._utils\n_rebuild_parameter\n" * 100 + b"}" + b"\x85R" * 100 + b".")), "no-tensors @ '_rebuild_parameter'"),
+    torch("a parameter in a parameter, a hundred deep", torchs(an_item(b"ctorch._utils\n_rebuild_parameter\n" * 100 + b"}" + b"\x85R" * 100 + b".")), "no-tensors @ 'w'"),
     *(
         Item(f"an object: {name}", make, "", (*SHOWN, "verify {bad}"), 0, "bad", headroom=100_000_000, seconds=2)
         for name, make in {

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import assert_equal, numbers, write_file
-from commands import done
-from fsspec.core import url_to_fs
 from refusals import failed, refused
 from saves_files import Made, Storage, tensor, write_save
 
@@ -22,14 +20,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FULL = numbers({"model.embed.weight": (6, 4), "model.h.0.w": (4, 4), "model.norm": (5,), "lm_head.weight": (6, 4)})
-FILES = ("model-00001-of-00002.bin", "model-00002-of-00002.bin")
+FIRST, LAST = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
 INDEX = "pytorch_model.bin.index.json"
 
 
-def write_set(
-    root: Path, files: tuple[str, ...] = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"),
-    index: str = INDEX,
-) -> Path:  # fmt: skip
+def write_set(root: Path, files: tuple[str, ...] = (FIRST, LAST), index: str = INDEX) -> Path:
     """Write a set of two files, with its index if that has a name."""
     weight_map = {name: files[number // 2] for number, name in enumerate(FULL)}
     for file in files:
@@ -42,8 +37,8 @@ def write_set(
 @pytest.mark.parametrize(
     ("files", "index"),
     [
-        (("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"), INDEX),
-        (("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"), ""),
+        ((FIRST, LAST), INDEX),
+        ((FIRST, LAST), ""),
         (
             ("diffusion_pytorch_model.fp16-00001-of-00002.bin", "diffusion_pytorch_model.fp16-00002-of-00002.bin"),
             "diffusion_pytorch_model.bin.index.fp16.json",
@@ -67,36 +62,11 @@ def test_a_set_is_its_whole_tensors(tmp_path: Path, files: tuple[str, ...], inde
             reshard.open(tmp_path / file)
 
 
-def test_it_is_converted_to_every_format(tmp_path: Path) -> None:
-    write_set(tmp_path / "src")
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("mesh: {mp: 2}\nrules: {'model.h.*': [mp, null]}\n")
-    for to, options in {
-        "hf": (), "dcp": (), "checkpoint2": ("--target-step", "3"), "zarr": (),
-        "ckpt": ("--target-strategy", rules), "safetensors": ("--target-strategy", rules),
-    }.items():  # fmt: skip
-        done("convert", tmp_path / "src", tmp_path / to, "--to", to, *options)
-        assert_equal(reshard.open(tmp_path / to), FULL)
-        assert "verified" in done("verify", tmp_path / to).stdout
-    reshard.plan(reshard.open(tmp_path / "src")).save(tmp_path / "plan.json")
-    reshard.read_plan(tmp_path / "plan.json").run(tmp_path / "planned")
-    assert_equal(reshard.open(tmp_path / "planned"), FULL)
-    assert reshard.verify(tmp_path / "src").tensors == len(FULL)
-    assert "2 torch.save files" in done("inspect", tmp_path / "src").stdout
-
-
-def test_at_a_url(tmp_path: Path) -> None:
-    fs, place = url_to_fs("memory://bin-set")
-    for path in write_set(tmp_path).iterdir():
-        fs.pipe(f"{place}/{path.name}", path.read_bytes())
-    assert_equal(reshard.open("memory://bin-set"), FULL)
-
-
 def test_tied_tensors_and_objects_of_a_file(tmp_path: Path) -> None:
     storage = Storage(FULL["lm_head.weight"].reshape(-1))
     tied = tensor(FULL["lm_head.weight"], storage=storage)
-    write_save(tmp_path / FILES[0], {"a": tied, "b": tied, "note": "x"})
-    write_save(tmp_path / FILES[1], {"c": tensor(FULL["model.norm"]), "odd": Made("Mine", tied, module="mine")})
+    write_save(tmp_path / FIRST, {"a": tied, "b": tied, "note": "x"})
+    write_save(tmp_path / LAST, {"c": tensor(FULL["model.norm"]), "odd": Made("Mine", tied, module="mine")})
     source = reshard.open(tmp_path)
     assert_equal(source, {"a": FULL["lm_head.weight"], "b": FULL["lm_head.weight"], "c": FULL["model.norm"]})
     assert set(source.unreadable) == {"odd"}
@@ -109,7 +79,7 @@ def test_beside_files_that_are_preferred(tmp_path: Path) -> None:
     write_file(tmp_path / "model.safetensors", {"x": np.zeros(2, np.float32)})
     assert set(reshard.open(tmp_path)) == {"x"}
     with refused(SourceError, "one-of-several"):
-        reshard.open(tmp_path / "pytorch_model-00001-of-00002.bin")
+        reshard.open(tmp_path / FIRST)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     index = {"weight_map": {"x": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -147,30 +117,21 @@ def without_index(then: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def copied(name: str) -> Callable[[Path], object]:
-    return lambda root: shutil.copy(root / "pytorch_model-00002-of-00002.bin", root / name)
+    return lambda root: shutil.copy(root / LAST, root / name)
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "a file that is missing": (
-        lambda root: (root / "pytorch_model-00002-of-00002.bin").unlink(), "not-found", "00002-of-00002",
-    ),
+    "a file that is missing": (lambda root: (root / LAST).unlink(), "not-found", LAST),
     "a name outside": (mapped(lambda of: of.update(x="../x.bin")), "bad-name", "../x.bin"),
     "an absolute name": (mapped(lambda of: of.update(x="/etc/x.bin")), "bad-name", "/etc/x.bin"),
     "no name": (mapped(lambda of: of.update(x="")), "bad-name", "''"),
     "a number for a name": (mapped(lambda of: of.update(x=7)), "bad-index", INDEX),
     "a tensor in another file": (
-        mapped(lambda of: of.update({"lm_head.weight": "pytorch_model-00001-of-00002.bin"})),
-        "missing-tensor", "lm_head.weight",
+        mapped(lambda of: of.update({"lm_head.weight": FIRST})), "missing-tensor", "lm_head.weight",
     ),
-    "a tensor in no file": (
-        mapped(lambda of: of.update(x="pytorch_model-00001-of-00002.bin")), "missing-tensor", "'x'",
-    ),
-    "shards that no tensor names": (
-        mapped(lambda of: [of.pop(name) for name in list(of)[2:]]), "missing-shards", "00002",
-    ),
-    "a file of another set": (
-        copied("pytorch_model-00003-of-00003.bin"), "several-checkpoints", "pytorch_model-00003-of-00003.bin",
-    ),
+    "a tensor in no file": (mapped(lambda of: of.update(x=FIRST)), "missing-tensor", "'x'"),
+    "shards that no tensor names": (mapped(lambda of: [*map(of.pop, list(of)[2:])]), "missing-shards", "00002"),
+    "a file of another set": (copied("other-00003-of-00003.bin"), "several-checkpoints", "other-00003-of-00003.bin"),
     "two indexes": (lambda root: shutil.copy(root / INDEX, root / "x.bin.index.json"), "several-checkpoints", "x.bin"),
     "an index that is no JSON": (lambda root: (root / INDEX).write_text("{"), "not-json", INDEX),
     "an index of a list": (lambda root: (root / INDEX).write_text("[]"), "bad-index", INDEX),
@@ -178,35 +139,31 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
         lambda root: (root / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}'), "duplicate-name", "'a'",
     ),
     "a tensor in two files": (
-        lambda root: write_save(
-            root / "pytorch_model-00001-of-00002.bin", {name: tensor(array) for name, array in FULL.items()}
-        ),
+        lambda root: write_save(root / FIRST, {name: tensor(array) for name, array in FULL.items()}),
         "duplicate-name", "lm_head.weight",
     ),
     "no index, and a file that is missing": (
-        without_index(lambda root: (root / "pytorch_model-00001-of-00002.bin").unlink()), "missing-shards", "1 of 2",
+        without_index(lambda root: (root / FIRST).unlink()), "missing-shards", "1 of 2",
     ),
     "no index, and two sets": (
         without_index(copied("other-00001-of-00002.bin")), "several-checkpoints", "other-00001-of-00002.bin",
     ),
     "no index, and a number beyond": (
-        without_index(copied("pytorch_model-00003-of-00002.bin")), "several-checkpoints", "file 3 of 2",
+        without_index(copied("pytorch_model-00003-of-00002.bin")), "several-checkpoints", "00003-of-00002",
     ),
     "no index, and a number twice": (
         without_index(copied("pytorch_model-000002-of-00002.bin")), "several-checkpoints", "pytorch_model-000002",
     ),
     "no index, and the same tensors twice": (
-        without_index(lambda root: shutil.copy(*(root / f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2)))),
-        "duplicate-name", "model.embed.weight",
+        without_index(lambda root: shutil.copy(root / FIRST, root / LAST)), "duplicate-name", "model.embed.weight",
     ),
     "no index, and shards without end": (
-        without_index(lambda root: [path.rename(root / f"m-{number + 1:05d}-of-999999999.bin")
-                                    for number, path in enumerate(sorted(root.glob("*.bin")))]),
+        without_index(
+            lambda root: [(root / FIRST).rename(root / "model-00001-of-999999999.bin"), (root / LAST).unlink()]
+        ),
         "missing-shards", "of 999999999",
     ),
-    "a file that is damaged": (
-        lambda root: (root / "pytorch_model-00002-of-00002.bin").write_bytes(b"GIF89a"), "corrupt", "00002-of-00002",
-    ),
+    "a file that is damaged": (lambda root: (root / LAST).write_bytes(b"GIF89a"), "corrupt", LAST),
 }  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""Pickles as data: all that Python's pickler writes is read, nothing is imported or called, and what is too much is
-refused at once."""
+"""Pickles as data: nothing is imported or called, and what is too much is refused at once.
+
+`targets/test_written_pickles.py` reads all that Python's pickler writes, and writes it again.
+"""
 
 from __future__ import annotations
 
 import pickle
-import re
-import struct
 import time
 import tracemalloc
 from collections import OrderedDict
@@ -13,8 +13,6 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from refusals import refused
 
 from reshard.core.model.entries import RangeReader
@@ -38,30 +36,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "p"
 
 
-def plain(value: Any) -> Any:
-    """What was read, with dicts made of pairs."""
-    if isinstance(value, Pairs):
-        return {plain(key): plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(plain, value))
-    return value
-
-
-numbers = st.integers(-(1 << 200), 1 << 200)
-leaves = st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text() | st.binary()
-keys = st.text() | st.integers() | st.tuples(st.text(), st.integers())
-values = st.recursive(
-    leaves,
-    lambda some: st.lists(some) | st.dictionaries(keys, some) | st.tuples(some, some, some, some) | st.tuples(some),
-)
-
-
-@given(value=values, protocol=st.integers(3, 5))  # in 2, bytes are what a function makes of text
-def test_plain_data_is_what_python_reads(tmp_path_factory: pytest.TempPathFactory, value: Any, protocol: int) -> None:
-    path = tmp_path_factory.getbasetemp() / "plain"
-    assert plain(read(path, pickle.dumps(value, protocol))) == value
-
-
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_objects_are_records_of_what_would_make_them(path: Path, protocol: int) -> None:
     found = read(path, pickle.dumps([1 + 2j, PurePosixPath("a/b"), OrderedDict(x=1), {3}], protocol))
@@ -69,7 +43,7 @@ def test_objects_are_records_of_what_would_make_them(path: Path, protocol: int) 
     assert (number.name, number.arguments) == ("complex", (1.0, 2.0))
     assert (place.name, "/".join(place.arguments)) == ("PurePosixPath", "a/b")  # in one text from Python 3.14 on
     assert (ordered.name, ordered.arguments, list(ordered.items.items())) == ("OrderedDict", (), [("x", 1)])
-    assert some == [3] or some.arguments == ([3],)
+    assert (some.name, some.arguments) == ("set", ([3],))
 
 
 class Slotted:
@@ -83,12 +57,6 @@ def test_states_are_found_by_name(path: Path) -> None:
     assert (found.field("a"), found.field("b"), found.field("c")) == (1, [2], None)
 
 
-def test_what_is_shared_is_shared(path: Path) -> None:
-    shared = [1]
-    found = read(path, pickle.dumps([shared, shared]))
-    assert found[0] is found[1]
-
-
 def test_a_pickle_of_many_pieces(path: Path) -> None:
     value = [f"{number:060d}" for number in range(50_000)]
     assert read(path, pickle.dumps(value, 4)) == value
@@ -99,7 +67,7 @@ def test_long_texts_are_passed_over(path: Path, protocol: int) -> None:
     """A tokenizer or a program's settings next to weights: a text that long names nothing."""
     longest = pickles._LONGEST
     value = {"a": "x" * longest, "b": "é" * longest, "c": b"y" * 40_000_000, "d": [1.5, b"z" * (longest + 1), "w"]}
-    found = plain(read(path, pickle.dumps(value, protocol)))
+    found = dict(read(path, pickle.dumps(value, protocol)).items())
     assert found["a"] == value["a"]
     assert [one.name for one in (found["b"], found["c"])] == ["131.1 kB of text or bytes", "40.0 MB of text or bytes"]
     assert found["d"][::2] == [1.5, "w"]
@@ -121,95 +89,84 @@ def test_nothing_is_called(path: Path, tmp_path: Path) -> None:
 def test_things_outside(path: Path) -> None:
     content = HEAD + b"K\x07Q."
     assert read(path, content, outside=True).arguments == 7
-    with refused(SourceError, "bad-pickle", "outside of itself"):
+    with refused(SourceError, "bad-pickle"):
         read(path, content)
 
 
-def nested(levels: int) -> bytes:
-    """A list in a list, by the memo and a stack of two: no place of it is deep."""
-    step = lambda place: b"](j" + struct.pack("<I", place) + b"e\x94"  # noqa: E731
-    return HEAD + b"]\x94" + b"".join(step(number) for number in range(levels)) + b"t."
-
-
 REFUSED = {
-    "nothing": (b"", "ends early"),
-    "not a pickle": (b"version: 1", "instruction"),
-    "text in front of a pickle": (b"N\x80\x04.", "instruction NONE"),
-    "protocol 0": (b"(dp0\n.", "instruction MARK"),
-    "protocol 6": (b"\x80\x06N.", "is of protocol 6"),
-    "cut off": (HEAD + b"X\x10\x00\x00\x00abc", "ends early"),
-    "cut off in a frame": (HEAD + b"\x95\xff\xff\xff\xff\xff\xff\xff\xff", "ends early"),
-    "no end": (HEAD + b"N", "ends early"),
-    "something behind its end": (HEAD + b"N.N.", "goes on behind its end"),
-    "two values": (HEAD + b"NN.", "ends before its value is complete"),
-    "a mark that is not taken": (HEAD + b"(N.", "is damaged"),
-    "a mark that is not there": (HEAD + b"t.", "is damaged"),
-    "a value that is not there": (HEAD + b"\x86.", "is damaged"),
-    "a value in front of a mark": (HEAD + b"N(\x85t.", "is damaged"),
-    "a text that is not UTF-8": (HEAD + b"\x8c\x01\xff.", "not UTF-8"),
-    "a text of 4 GB": (HEAD + b"X\xff\xff\xff\xff.", "of 4,294,967,295 bytes, which end behind it"),
-    "bytes of 16 EB": (HEAD + b"\x8e" + b"\xff" * 8 + b".", "which end behind it"),
-    "an integer of 2 GB": (HEAD + b"\x8b\xff\xff\xff\x7f.", "an integer of 2,147,483,647 bytes; at most 32"),
-    "an integer of 255 bytes": (HEAD + b"\x8a\xff" + b"\xff" * 255 + b".", "an integer of 255 bytes"),
-    "a name of numbers": (HEAD + b"K\x01K\x02\x93.", "is damaged"),
-    "a name without an end": (HEAD + b"c" + b"a" * 100_000, "a name that is too long"),
-    "a call of a value": (HEAD + b"K\x01)R.", "is damaged"),
-    "arguments that are none": (HEAD + b"ca\nb\nK\x01R.", "is damaged"),
-    "a state of a number": (HEAD + b"K\x01}b.", "is damaged"),
-    "two states": (HEAD + b"ca\nb\n)R}b}b.", "a second state"),
-    "items of a number": (HEAD + b"K\x01K\x02a.", "is damaged"),
-    "items of a tuple": (HEAD + b")K\x02a.", "is damaged"),
-    "pairs of a list": (HEAD + b"]K\x01K\x02s.", "is damaged"),
-    "a key without a value": (HEAD + b"}(Nu.", "odd number of items"),
-    "an item of a dict": (HEAD + b"}Na.", "items of a list in a dict"),
-    "a state of a name": (HEAD + b"ca\nb\n}b.", "is damaged"),
-    "a call with keywords": (HEAD + b"ca\nb\n)}\x92.", "instruction NEWOBJ_EX"),
-    "a place that is not there": (HEAD + b"h\x00.", "Memo value not found"),
-    "a place of 4 billion": (HEAD + b"]r\xff\xff\xff\xff.", "remembers a value at place 4,294,967,295"),
-    "an extension": (HEAD + b"\x82\x01.", "instruction EXT1"),
-    "a persistent id in text": (HEAD + b"P1\n.", "instruction PERSID"),
-    "an instance of protocol 0": (HEAD + b"(ia\nb\n.", "instruction INST"),
-    "a buffer from outside": (b"\x80\x05\x97.", "instruction NEXT_BUFFER"),
-    "an integer in text": (HEAD + b"I" + b"9" * 100_000 + b"\n.", "instruction INT"),
-    "a copy of the top": (HEAD + b"N2.", "instruction DUP"),
-    "marks": (HEAD + b"(" * 10_000_000, "has more values"),
-    "lists in lists": (HEAD + b"]" * 10_000_000 + b"a" * 9_999_999 + b".", "has more values"),
-    "values in a row": (HEAD + b"N" * 10_000_000, "has more values"),
-    "a memo of nothing": (HEAD + b"N" + b"\x94" * 10_000_000, "has more values"),
-    "a memo of one thing": (HEAD + b"]" + b"\x94" * 10_000_000, "has more values"),
+    "nothing": b"",
+    "not a pickle": b"version: 1",
+    "text in front of a pickle": b"N\x80\x04.",
+    "protocol 0": b"(dp0\n.",
+    "protocol 6": b"\x80\x06N.",
+    "cut off": HEAD + b"X\x10\x00\x00\x00abc",
+    "cut off in a frame": HEAD + b"\x95\xff\xff\xff\xff\xff\xff\xff\xff",
+    "no end": HEAD + b"N",
+    "something behind its end": HEAD + b"N.N.",
+    "two values": HEAD + b"NN.",
+    "a mark that is not taken": HEAD + b"(N.",
+    "a mark that is not there": HEAD + b"t.",
+    "a value that is not there": HEAD + b"\x86.",
+    "a value in front of a mark": HEAD + b"N(\x85t.",
+    "a text that is not UTF-8": HEAD + b"\x8c\x01\xff.",
+    "a text of 4 GB": HEAD + b"X\xff\xff\xff\xff.",
+    "bytes of 16 EB": HEAD + b"\x8e" + b"\xff" * 8 + b".",
+    "an integer of 2 GB": HEAD + b"\x8b\xff\xff\xff\x7f.",
+    "an integer of 255 bytes": HEAD + b"\x8a\xff" + b"\xff" * 255 + b".",
+    "a name of numbers": HEAD + b"K\x01K\x02\x93.",
+    "a name without an end": HEAD + b"c" + b"a" * 100_000,
+    "a call of a value": HEAD + b"K\x01)R.",
+    "arguments that are none": HEAD + b"ca\nb\nK\x01R.",
+    "a state of a number": HEAD + b"K\x01}b.",
+    "two states": HEAD + b"ca\nb\n)R}b}b.",
+    "items of a number": HEAD + b"K\x01K\x02a.",
+    "items of a tuple": HEAD + b")K\x02a.",
+    "pairs of a list": HEAD + b"]K\x01K\x02s.",
+    "a key without a value": HEAD + b"}(Nu.",
+    "an item of a dict": HEAD + b"}Na.",
+    "a state of a name": HEAD + b"ca\nb\n}b.",
+    "a call with keywords": HEAD + b"ca\nb\n)}\x92.",
+    "a place that is not there": HEAD + b"h\x00.",
+    "a place of 4 billion": HEAD + b"]r\xff\xff\xff\xff.",
+    "an extension": HEAD + b"\x82\x01.",
+    "a persistent id in text": HEAD + b"P1\n.",
+    "an instance of protocol 0": HEAD + b"(ia\nb\n.",
+    "a buffer from outside": b"\x80\x05\x97.",
+    "an integer in text": HEAD + b"I" + b"9" * 100_000 + b"\n.",
+    "a copy of the top": HEAD + b"N2.",
+    "marks": HEAD + b"(" * 10_000_000,
+    "lists in lists": HEAD + b"]" * 10_000_000 + b"a" * 9_999_999 + b".",
+    "values in a row": HEAD + b"N" * 10_000_000,
+    "a memo of nothing": HEAD + b"N" + b"\x94" * 10_000_000,
+    "a memo of one thing": HEAD + b"]" + b"\x94" * 10_000_000,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_hostile_ones_are_refused_at_once(path: Path, name: str) -> None:
-    content, said = REFUSED[name]
-    path.write_bytes(content)
-    assert_refused(path, said)
+    path.write_bytes(REFUSED[name])
+    assert_refused(path)
 
 
-@pytest.mark.parametrize(
-    ("begin", "said"), [(b"", "has 1.1 GB"), (HEAD + b"\x8d" + (1 << 30).to_bytes(8, "little"), "has 1.1 GB")]
-)
-def test_a_gigabyte_of_zeros(path: Path, begin: bytes, said: str) -> None:
+@pytest.mark.parametrize("begin", [b"", HEAD + b"\x8d" + (1 << 30).to_bytes(8, "little")])
+def test_a_gigabyte_of_zeros(path: Path, begin: bytes) -> None:
     with path.open("wb") as file:
         file.write(begin)
         file.truncate(1 << 30)
-    assert_refused(path, said)
+    assert_refused(path)
 
 
-def assert_refused(path: Path, said: str) -> None:
-    """In a second (here two, as memory is traced), within 100 MB, with a sentence that ends in what is expected."""
+def assert_refused(path: Path) -> None:
+    """In a second (here two, as memory is traced), within 100 MB."""
     tracemalloc.start()
     began = time.process_time()
     try:
-        with refused(SourceError, "bad-pickle", said) as caught:
+        with refused(SourceError, "bad-pickle", path):
             unpickled(RangeReader(str(path), window=0), "a small one")
         assert tracemalloc.get_traced_memory()[1] < 100_000_000
     finally:
         tracemalloc.stop()
     assert time.process_time() - began < 2
-    assert str(caught.value).startswith(f"{path} ")
-    assert str(caught.value).endswith("; expected a small one")
 
 
 def test_what_doubles_again_and_again_takes_no_more(path: Path) -> None:
@@ -226,69 +183,9 @@ def test_what_doubles_again_and_again_takes_no_more(path: Path) -> None:
     assert time.process_time() - began < 1
 
 
-def test_what_is_deep_by_references_does_no_harm(path: Path) -> None:
-    found = read(path, HEAD + b"(" + nested(30_000)[2:])
-    assert len(found) == 30_001
-    del found
-
-
-def test_a_record_is_itself_alone(path: Path) -> None:
-    one, other = read(path, HEAD + b"ca\nb\n)R\x94ca\nb\n)R\x86.")
-    assert isinstance(one, PickledObject)
-    assert one != other
-
-
 class Thing:
     def __init__(self, state: dict[Any, Any]) -> None:
         self.__dict__.update(state)
-
-
-class Called:
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Called, self.arguments
-
-
-things = st.recursive(
-    numbers | st.text(max_size=3),
-    lambda some: (
-        st.dictionaries(st.text("abc"), some, max_size=3).map(Thing)
-        | st.lists(some, max_size=5).map(lambda values: Called(tuple(values)))
-        | st.lists(some, max_size=3).map(tuple)
-        | st.lists(some.map(lambda value: [value, value]), max_size=3)
-    ),
-)
-
-
-def described(value: Any) -> Any:
-    """What was read, with all that records have; each value has a number, so that what is shared shows."""
-    seen: dict[int, int] = {}
-
-    def one(value: Any) -> Any:
-        if not isinstance(value, PickledObject | Name | list | tuple) or value == ():
-            return value
-        if id(value) in seen:
-            return "again", seen[id(value)]
-        seen[id(value)] = len(seen)
-        if isinstance(value, PickledObject):
-            return "record", one(value.made_by), one(value.arguments), one(value.state), one(value.items)
-        return type(value).__name__, *map(one, value)
-
-    return one(value)
-
-
-@given(value=things, protocol=st.integers(2, 5))
-def test_what_is_followed_at_once_is_followed_as_one_by_one(
-    tmp_path_factory: pytest.TempPathFactory, value: Any, protocol: int
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "things"
-    content = pickle.dumps(value, protocol)
-    with pytest.MonkeyPatch.context() as patch:
-        at_once = described(read(path, content))
-        patch.setattr(pickles, "_RUN", re.compile(pickles._PLAIN + b"*+", re.DOTALL))
-        assert described(read(path, content)) == at_once
 
 
 def test_objects_and_pushes_are_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +193,7 @@ def test_objects_and_pushes_are_counted(path: Path, monkeypatch: pytest.MonkeyPa
     for value in ([Thing({"a": 1}) for _ in range(1000)], [1] * 4000, "x" * 64_000):
         with monkeypatch.context() as patch:
             patch.setattr(pickles, "_MOST_OBJECTS", 900)
-            with refused(SourceError, "bad-pickle", "more values"):
+            with refused(SourceError, "bad-pickle"):
                 read(path, pickle.dumps(value))
         read(path, pickle.dumps(value))
 
@@ -308,10 +205,10 @@ def test_instances_allow_more_values(path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pickles, "_FREE_INSTANCES", 1 << 7)
     things = [Thing({"name": f"name {number}", "shape": (number, 2), "more": [number, {}]}) for number in range(300)]
     for value in ([[] for _ in range(300)], [1] * 1100, ["x" * 100 + str(number) for number in range(200)]):
-        with refused(SourceError, "bad-pickle", "more values"):
+        with refused(SourceError, "bad-pickle"):
             read(path, pickle.dumps([value, "x" * 2000]))
         assert read(path, pickle.dumps([things, value, "x" * 2000]))[1] == value
-    with refused(SourceError, "bad-pickle", "more values"):
+    with refused(SourceError, "bad-pickle"):
         read(path, HEAD + b"(ca\nb\n\x94](" + b"h\0)\x81" * 2000 + b"et.")
 
 

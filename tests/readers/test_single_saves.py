@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import assert_equal, numbers, write_file
+from checkpoints import assert_equal, numbers
 from commands import done
 from refusals import failed, refused
 from saves_files import tensor, write_save
@@ -49,12 +49,6 @@ def test_the_older_format(tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path), {"w": np.array([1, 2], "<f4")})
 
 
-def test_a_file_of_mindspore_is_still_one(tmp_path: Path) -> None:
-    write_file(tmp_path / "net.ckpt", FULL, format="ckpt")
-    assert_equal(reshard.open(tmp_path / "net.ckpt"), FULL)
-    assert [each.format for each in reshard.runs(tmp_path)] == ["ckpt"]
-
-
 def test_runs_tells_which_is_newest(tmp_path: Path) -> None:
     for step in (10, 20):
         save(tmp_path / "checkpoints" / f"epoch={step // 10}-step={step}.ckpt")
@@ -68,7 +62,7 @@ def test_runs_tells_which_is_newest(tmp_path: Path) -> None:
     assert_equal(reshard.open(path), FULL)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "model.pt", "ckpt.pth", "last.ckpt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "ckpt.pth", "last.ckpt"])
 def test_the_only_file_of_a_directory(name: str, tmp_path: Path) -> None:
     """With what a trainer saves beside it."""
     root = tmp_path / "model"
@@ -83,27 +77,10 @@ def test_the_only_file_of_a_directory(name: str, tmp_path: Path) -> None:
     assert "complete" in [each.state for each in reshard.runs(root)]
 
 
-@pytest.mark.parametrize("extension", ["ckpt", "pt", "bin"])
-def test_several_files_are_named(extension: str, tmp_path: Path) -> None:
-    for step in (100, 200):
-        save(tmp_path / f"model_{step:06}.{extension}")
-    with refused(SourceError, "several-checkpoints", f"model_000100.{extension}"):
-        reshard.open(tmp_path)
-    failed(4, "several-checkpoints", "inspect", tmp_path, places=(f"model_000200.{extension}", "reshard runs"))
-
-
 def test_a_directory_above_names_theirs(tmp_path: Path) -> None:
     save(tmp_path / "unet" / "diffusion_pytorch_model.bin")
     save(tmp_path / "state" / "optimizer.pt")
     failed(4, "no-checkpoint", "inspect", tmp_path, places=(f"open {tmp_path / 'unet'}",))
-
-
-def test_those_of_ranks_are_not_read_like_those_of_mindspore(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        save(tmp_path / f"rank_{rank}" / "w.ckpt")
-    with refused(SourceError, "unsupported-format", tmp_path / "rank_0" / "w.ckpt"):
-        reshard.open(tmp_path)
-    assert not any(each.state == "complete" for each in reshard.runs(tmp_path))
 
 
 def test_another_archive_is_no_checkpoint(tmp_path: Path) -> None:

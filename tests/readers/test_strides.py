@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import numbers, tree, write_file
+from checkpoints import numbers, write_file
 from commands import call, done
 from dcp_files import cut, item, write_torch
-from refusals import refused
 from saves_files import Storage, dtensor, mesh, shard, tensor, write_rank, write_save
 
 import reshard
-from reshard import Layout, Rules, Selection, Strategy
-from reshard.errors import SourceError
+from reshard import Layout, Rules, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,29 +93,18 @@ def assert_equal(checkpoint: reshard.Checkpoint, full: Mapping[str, Array] = FUL
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_through(tmp_path: Path, kind: str) -> None:
-    """As lazy arrays and parts of them, by commands, by a saved plan; what is made is compared with its source."""
+    """As lazy arrays and parts of them, and on other ranks; what is made is compared with its source."""
     root = KINDS[kind](tmp_path / kind)
     source = reshard.open(root)
     assert_equal(source)
     assert not source.unreadable
     assert (source["turned"][7:200:3, 11].compute() == FULL["turned"][7:200:3, 11]).all()
     assert (source["channels"][3, ::2, 5:9].compute() == FULL["channels"][3, ::2, 5:9]).all()
-    done("convert", root, tmp_path / "hf", "--to", "hf", "--tune=fsync=no")
-    assert_equal(reshard.open(tmp_path / "hf"))
-    reshard.write_strategy(HALVES, tmp_path / "halves.json")
-    halves = ["--target-strategy", tmp_path / "halves.json"]
-    done("convert", root, tmp_path / "out", "--to", "dcp", *halves, "--tune=fsync=no")
+    reshard.plan(source, HALVES, to="dcp").run(tmp_path / "out", fsync=False)
     assert_equal(reshard.open(tmp_path / "out"))
-    done("plan", root, "--to", "dcp", *halves, "-o", tmp_path / "plan.json")
-    done("run", tmp_path / "plan.json", tmp_path / "planned", "--tune=fsync=no")
-    assert tree(tmp_path / "planned") == tree(tmp_path / "out")
-    for target in ("hf", "out"):
-        done("verify", tmp_path / target, "--against", root)
-        done("verify", root, "--against", tmp_path / target)
-        done("verify", tmp_path / target)
-    assert "its contents have the checksums" in done("verify", root).stdout
-    source.to_zarr(tmp_path / "zarr", fsync=False)
-    assert_equal(reshard.open(tmp_path / "zarr"))
+    assert reshard.verify(tmp_path / "out", against=root).equal
+    assert reshard.verify(root, against=tmp_path / "out").equal
+    done("verify", root)
 
 
 @pytest.mark.parametrize("kind", ["dcp", "saves"])
@@ -136,7 +123,6 @@ def test_an_element_that_is_another_is_named(tmp_path: Path, kind: str) -> None:
         assert (one.kind, one.name, one.count, one.index) == ("values", "turned", 1, (9, 5))
     result = call("verify", root)
     assert result.exit_code == 3
-    assert "CRC-32" in result.stdout
 
 
 def test_transposed_by_rules_it_lies_row_by_row(tmp_path: Path) -> None:
@@ -158,15 +144,6 @@ def test_transposed_by_rules_it_lies_row_by_row(tmp_path: Path) -> None:
     reshard.plan(found, to="hf").run(tmp_path / "hf", fsync=False)
     assert_equal(reshard.open(tmp_path / "hf"), full)
     assert reshard.verify(tmp_path / "hf", against=found).equal
-
-
-def test_links(tmp_path: Path) -> None:
-    root = write_dcp(tmp_path / "dcp")
-    selection = Selection(name_map={"*": "net.*"})
-    reshard.plan(reshard.open(root), to="dcp", link=True, selection=selection).run(tmp_path / "out")
-    found = reshard.open(tmp_path / "out")
-    assert_equal(found, {f"net.{name}": array for name, array in FULL.items()})
-    assert reshard.verify(tmp_path / "out").equal
 
 
 @pytest.mark.parametrize("changed", [0, 1])
@@ -205,22 +182,6 @@ def test_ranks_with_values_of_their_own(tmp_path: Path) -> None:
         assert [one.index for one in reshard.verify(target, against=source).differences] == [(0, 0)] * (number == 2)
 
 
-def test_a_whole_tensor_that_is_cut_in_truth(tmp_path: Path) -> None:
-    """Plain tensors that differ between ranks, in strides, and nothing says how they are cut."""
-    for rank in range(2):
-        w = FULL["turned"] + rank
-        write_rank(tmp_path, rank, 2, {"w": saved("turned", w), "b": tensor(FULL["b"])})
-    found = reshard.open(tmp_path)
-    assert "differs between the ranks" in found.unreadable["w"]
-
-
-def test_strides_beyond_the_storage(tmp_path: Path) -> None:
-    odd = item(FULL["turned"], strides=(1, 321), storage=FULL["turned"].reshape(-1))
-    root = write_torch(tmp_path, {"w": FULL["turned"]}, {0: [("w", ((0, 0), (320, 300)), odd)]})
-    with refused(SourceError, "no-tensors", "'w'", "beyond its storage"):
-        reshard.open(root)
-
-
 OVERLAPPING = {
     "a number": ((1000,), (0,)), "a column": ((2, 200), (3, 0)), "a row": ((300, 7), (0, 1)),
     "far": ((2, 90), (90_000, 0)), "windows": ((98, 3), (1, 1)), "windows apart": ((2, 90, 3), (92, 1, 1)),
@@ -249,17 +210,14 @@ import sys
 import numpy as np, torch, torch.distributed.checkpoint as dcp
 
 torch.manual_seed(1)
-rows = torch.randn(300, 40)
 state = {
-    "turned": torch.randn(320, 300).t(), "low": torch.randn(320, 300).bfloat16().t(), "plain": rows,
+    "turned": torch.randn(320, 300).t(), "low": torch.randn(320, 300).bfloat16().t(),
     "channels": torch.randn(16, 8, 30, 30).to(memory_format=torch.channels_last),
     "volume": torch.randn(4, 6, 10, 20, 20).to(memory_format=torch.channels_last_3d),
     "permuted": torch.randn(40, 50, 60).permute(2, 0, 1), "expanded": torch.randn(70_000, 1).expand(70_000, 2),
 }
 dcp.save(state, checkpoint_id=sys.argv[1] + "/dcp")
-views = {"column": rows[:, 1::2], "row": rows[7], "tied": rows}
-torch.save(state | views, sys.argv[1] + "/model.pt")
-bits = {name: one.contiguous().reshape(-1).view(torch.uint8).numpy() for name, one in (state | views).items()}
+bits = {name: one.contiguous().reshape(-1).view(torch.uint8).numpy() for name, one in state.items()}
 np.savez(sys.argv[1] + "/full.npz", **bits)
 """
 
@@ -273,27 +231,17 @@ state = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one i
 dcp.load(state, checkpoint_id=sys.argv[2])
 for name, one in state.items():
     assert one.reshape(-1).view(torch.uint8).numpy().tobytes() == full[name].tobytes(), name
-print(len(state))
 """
 
 
 @pytest.mark.torch
 @pytest.mark.skipif(not PYTHON, reason="RESHARD_TORCH_PYTHON names no Python that has PyTorch")
 def test_what_torch_saves_of_memory_in_any_order(tmp_path: Path) -> None:
-    """As DCP and by torch.save; what is made of it is what torch loads."""
+    """As DCP; what is made of it is what torch loads. `test_saves_torch` does the same by torch.save."""
     subprocess.run([PYTHON, "-c", SAVED, str(tmp_path)], check=True, timeout=300, capture_output=True)
-    full = dict(np.load(tmp_path / "full.npz"))
-    for root in (tmp_path / "dcp", tmp_path / "model.pt"):
-        found = reshard.open(root)
-        assert not found.unreadable
-        for name in found:
-            assert found[name].compute().tobytes() == full[name].tobytes(), name
-        out = tmp_path / f"{root.stem}.out"
-        reshard.plan(found, to="dcp").run(out, fsync=False)
-        assert reshard.verify(out).equal
-        assert reshard.verify(root).equal
-        loaded = subprocess.run(
-            [PYTHON, "-c", LOADED, str(tmp_path), str(out)], check=True, timeout=300, capture_output=True, text=True
-        )
-        assert loaded.stdout.split() == [str(len(found))]
+    full, found = dict(np.load(tmp_path / "full.npz")), reshard.open(tmp_path / "dcp")
     assert set(found) == set(full)
+    for name in found:
+        assert found[name].compute().tobytes() == full[name].tobytes(), name
+    reshard.plan(found, to="dcp").run(tmp_path / "out", fsync=False)
+    subprocess.run([PYTHON, "-c", LOADED, str(tmp_path), str(tmp_path / "out")], check=True, timeout=300)

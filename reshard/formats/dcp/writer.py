@@ -34,8 +34,8 @@ from reshard.formats.dcp.names import DCP_INDEX, TRACKER
 from reshard.formats.dcp.sidecars import HOW_TO_LOAD, check_objects, is_for_megatron, new_sidecars, target_files
 from reshard.formats.ranks.writer import fitted
 from reshard.kits.torch.carried import Carried, nested
-from reshard.kits.torch.pickles import Name
-from reshard.kits.torch.pickling import Call, Instance, Items, pickled
+from reshard.kits.torch.pickles import Name, PickledObject
+from reshard.kits.torch.pickling import Items, pickled
 from reshard.kits.torch.saved_tensors import Saved, saved_tensor, saved_text, torch_dtype
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ _CHUNK = Name(_METADATA, "ChunkStorageMetadata")
 _TENSOR = Name(_METADATA, "TensorStorageMetadata")
 _OBJECT = Name(_METADATA, "BytesStorageMetadata")
 _PROPERTIES = Name(_METADATA, "TensorProperties")
-_STRIDED = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-_CONTIGUOUS = Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+_STRIDED = PickledObject(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+_CONTIGUOUS = PickledObject(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
 
 
 class _FileKey(NamedTuple):
@@ -269,38 +269,48 @@ class ListedTensor(NamedTuple):
 def metadata(entries: Sequence[ListedTensor], extra_keys: Mapping[str, object]) -> bytes:
     """Return the pickle of the metadata; `extra_keys` are additional keys of other programs."""
     paths = [(entry.name, entry.path) for entry in entries if entry.path is not None]
+    sizes = _Sizes()
     state = {
-        "state_dict_metadata": Items((entry.name, _tensor_metadata(entry)) for entry in entries),
+        "state_dict_metadata": Items((entry.name, _tensor_metadata(entry, sizes)) for entry in entries),
         "planner_data": Items(paths) if paths else None,
-        "storage_data": Items(stored for entry in entries for stored in _storage_entries(entry)),
+        "storage_data": Items(stored for entry in entries for stored in _storage_entries(entry, sizes)),
         "storage_meta": None,
         "version": _VERSION,
         **extra_keys,
     }
-    return pickled(Instance(Name(_METADATA, "Metadata"), state), 4)
+    return pickled(_instance(Name(_METADATA, "Metadata"), state), 4, streams=True)
 
 
-def _tensor_metadata(entry: ListedTensor) -> Instance:
+def _tensor_metadata(entry: ListedTensor, sizes: _Sizes) -> PickledObject:
     """Return the metadata of a tensor or an object."""
     if entry.dtype is None:
-        return Instance(_OBJECT, None)
+        return _instance(_OBJECT, None)
     properties = (entry.dtype, _STRIDED, False, _CONTIGUOUS, False)  # gradients, memory pinned
-    chunks = [Instance(_CHUNK, {"offsets": _size(item.offsets), "sizes": _size(shape)}) for item, shape in entry.parts]
-    size = _size(entry.shape)
-    return Instance(_TENSOR, {"properties": Instance(_PROPERTIES, properties), "size": size, "chunks": chunks})
+    chunks = [_instance(_CHUNK, {"offsets": sizes[item.offsets], "sizes": sizes[shape]}) for item, shape in entry.parts]
+    return _instance(
+        _TENSOR, {"properties": _instance(_PROPERTIES, properties), "size": sizes[entry.shape], "chunks": chunks}
+    )
 
 
-def _storage_entries(entry: ListedTensor) -> Iterator[tuple[Instance, Instance]]:
+def _storage_entries(entry: ListedTensor, sizes: _Sizes) -> Iterator[tuple[PickledObject, PickledObject]]:
     """Yield the storage entries of a tensor's blocks, or of an object."""
     for number, (item, _) in enumerate(entry.parts):
         index: dict[str, object] = {"fqn": entry.name, "index": None}
         if entry.dtype is not None:
-            index |= {"index": number, "offset": _size(item.offsets)}
+            index |= {"index": number, "offset": sizes[item.offsets]}
         info: dict[str, object] = {"relative_path": item.file, "offset": item.begin, "length": item.nbytes}
         if item.encoding:
             info["transform_descriptors"] = list(item.encoding)
-        yield Instance(_INDEX, index), Instance(_INFO, info)
+        yield _instance(_INDEX, index), _instance(_INFO, info)
 
 
-def _size(extents: Shape) -> Call:
-    return Call(_SIZE, (extents,))
+def _instance(kind: Name, state: object) -> PickledObject:
+    return PickledObject(kind, (), state=state, is_new=True)
+
+
+class _Sizes(dict[tuple[int, ...], PickledObject]):
+    """Calls of `torch.Size`, one for all equal sizes."""
+
+    def __missing__(self, extents: Shape) -> PickledObject:
+        size = self[extents] = PickledObject(_SIZE, (extents,))
+        return size

@@ -55,7 +55,7 @@ class TorchSave(Format):
 
     def open(self, found: Found, options: OpenOptions, *, contents: Contents) -> Checkpoint:
         """See `Format`. Rules are for Meta's parts; or they say that a file has whole tensors."""
-        from reshard.formats.torch_save import bin_sets, consolidated, saves
+        from reshard.formats.torch_save import consolidated, saves
 
         rules = rules_over_parts(options)
         if found.variant == _CONSOLIDATED:
@@ -64,7 +64,7 @@ class TorchSave(Format):
             return _of_file(found, rules, contents=contents)
         if rules is not None:
             raise options_refused(found.place)
-        opens = saves.open_saves if found.variant == _SAVES else bin_sets.open_set
+        opens = saves.open_saves if found.variant == _SAVES else saves.open_set
         return opens(found.place, found.files, contents=contents)
 
     def listed(self, tree: Directory) -> Iterator[tuple[Candidate, Iterable[str]]]:
@@ -100,8 +100,8 @@ def _lone_save(here: Listing) -> str | None:
 def _of_file(found: Found, rules: object, *, contents: Contents) -> Checkpoint:
     """Open a file of whole tensors; refuse one that is one rank's part of a model."""
     from reshard.formats.ranks.one_of_ranks import one_of_ranks, refuse_one_of_ranks
-    from reshard.formats.torch_save.consolidated import open_only as open_meta
-    from reshard.formats.torch_save.saves import open_only, open_save
+    from reshard.formats.torch_save.consolidated import open_only
+    from reshard.formats.torch_save.saves import open_save
 
     is_named = not found.here.names
     file = found.place if is_named else found.place / found.files[0]
@@ -110,11 +110,10 @@ def _of_file(found: Found, rules: object, *, contents: Contents) -> Checkpoint:
         refuse_one_of_ranks(file)
     elif rules != _WHOLE:
         raise options_refused(found.place)
-    if is_named:
-        opens = open_meta if CONSOLIDATED.files.fullmatch(file.name) else open_save
-        checkpoint = opens(file, contents=contents)
+    if is_named and CONSOLIDATED.files.fullmatch(file.name):
+        checkpoint = open_only(file, contents=contents)
     else:
-        checkpoint = open_only(found.place, file.name, contents=contents)
+        checkpoint = open_save(file, root=found.place, contents=contents)
     if rules is not None:
         return replace(checkpoint, opening=replace(checkpoint.opening, rules=_WHOLE))
     if reason := one_of_ranks(file, _shapes):

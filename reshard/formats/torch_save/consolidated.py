@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.small import parse_json, read_small
-from reshard.errors import Faults, SourceError
+from reshard.errors import SourceError
 from reshard.formats.torch_save.names import CONSOLIDATED
 from reshard.formats.torch_save.saves import File, read_files
 from reshard.kits.parts.cuts import COLUMNS, LLAMA, ROWS, Cuts, rule_in
@@ -105,11 +105,9 @@ def _sizes(path: Place) -> dict[str, int]:
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
     values = {key: content.get(key) for key in _SIZES} if isinstance(content, dict) else {"": content}
-    faults = Faults(str(path))
     for key, value in values.items():
         if value is not None and (type(value) is not int or abs(value) >= 1 << 63):
-            faults.add(key, f"is {value!r:.60}; expected a number", code="bad-value")
-    faults.raise_if_any(SourceError)
+            raise SourceError(f"{path}: {key} is {value!r:.60}; expected a number", code="bad-value")
     return {key: value for key, value in values.items() if value is not None and value > 0}
 
 
@@ -151,28 +149,23 @@ def _check_layers(directory: Place, names: Iterable[str], prefix: str, sizes: Ma
 
 
 def _check_sizes(directory: Place, tensors: Mapping[str, Tensor], prefix: str, sizes: Mapping[str, int]) -> None:
-    """Compare the tensors of a model, whose names begin with `prefix`, with each other and with the sizes."""
+    """Compare the tensors of a model, whose names begin with `prefix`, with the sizes, which shows missing parts."""
     dim = sizes.get("dim") or _extent(tensors, prefix + _NORM)
     heads, vocabulary = sizes.get("n_heads"), sizes.get("vocab_size")
     width = sizes.get("head_dim") or (dim // heads if dim and heads else None)
-    queries = heads * width if heads and width else dim
     key_heads = sizes.get("n_kv_heads") or heads
+    queries = heads * width if heads and width else dim
     keys = key_heads * width if key_heads and width else None
-    of_model: dict[str, tuple[int | None, ...]] = {
-        _EMBEDDING: (vocabulary, dim), "output.weight": (vocabulary, dim), _NORM: (dim,)
+    shapes = {
+        _EMBEDDING: (vocabulary, dim), "output.weight": (vocabulary, dim), _NORM: (dim,),
+        "attention.wq.weight": (queries, dim), "attention.wk.weight": (keys, dim), "attention.wv.weight": (keys, dim),
+        "attention.wo.weight": (dim, queries), "feed_forward.w1.weight": (None, dim),
+        "feed_forward.w2.weight": (dim, None), "feed_forward.w3.weight": (None, dim),
     }  # fmt: skip
-    expected = {prefix + name: shape for name, shape in of_model.items() if prefix + name in tensors}
+    expected: dict[str, tuple[int | None, ...]] = {}
     for name in tensors:
-        if not (name.startswith(prefix) and (match := _OF_LAYER.match(name, len(prefix)))):
-            continue
-        inner = _extent(tensors, f"{name[: match.end()]}feed_forward.w1.weight")
-        of_layer: dict[str, tuple[int | None, ...]] = {
-            "attention.wq.weight": (queries, dim), "attention.wk.weight": (keys, dim),
-            "attention.wv.weight": (keys, dim), "attention.wo.weight": (dim, queries),
-            "feed_forward.w1.weight": (inner, dim), "feed_forward.w2.weight": (dim, inner),
-            "feed_forward.w3.weight": (inner, dim), "attention_norm.weight": (dim,), "ffn_norm.weight": (dim,),
-        }  # fmt: skip
-        if shape := of_layer.get(name[match.end() :]):
+        match = _OF_LAYER.match(name, len(prefix)) if name.startswith(prefix) else None
+        if shape := shapes.get(name[match.end() :] if match else name.removeprefix(prefix)):
             expected[name] = shape
     check_shapes(directory, tensors, expected, _PARAMS if sizes else prefix + _NORM)
 

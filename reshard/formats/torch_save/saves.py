@@ -1,4 +1,4 @@
-"""Open whole state dicts that `torch.save` wrote: one file per rank, as verl and SkyRL keep them, or a single file.
+"""Open whole state dicts that `torch.save` wrote: one file per rank, as verl and SkyRL keep them, a set, or one file.
 
 Each rank saved a dict of its own: its part of each DTensor, with the layout (`dtensors`), and whole plain tensors,
 which are replicas of each other. Dicts, and lists that contain dicts or tensors, are flattened to dotted names of keys
@@ -7,14 +7,19 @@ tensor, which can be dropped by name; a value without tensors is an object. If t
 tensors of `model_world_size_8_rank_3.pt` keep their names; those of others begin with the kind, such as
 `optim.state.0.exp_avg`.
 
+A set has whole tensors in several files, as Hugging Face's `pytorch_model-00001-of-00002.bin`. Its index names the file
+of each tensor, and is compared with the files. Without an index, all numbered files have to be there.
+
 Sources: verl `utils/checkpoint/fsdp_checkpoint_manager.py` (01ee5e0), PyTorch 2.13 `torch/serialization.py` and
-`distributed/checkpoint/_traverse.py`, and files that it wrote (`tests/data/dcp`).
+`distributed/checkpoint/_traverse.py`, and files that it wrote (`tests/data/dcp`); transformers 4.57 `modeling_utils.py`
+(`save_pretrained` with `safe_serialization=False`).
 """
 
 from __future__ import annotations
 
+import re
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from reshard.core.layout.block import LONGEST_NAME, shape_text
 from reshard.core.model.checkpoint import Checkpoint, SourceFile, TensorSpec
@@ -26,32 +31,36 @@ from reshard.core.storage.places import workers_at
 from reshard.core.storage.small import is_text
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import Faults, SourceError, names
-from reshard.formats.torch_save.names import SAVES
+from reshard.formats.torch_save.names import SAVED_SET, SAVES
+from reshard.kits.indexes import SAVED_INDEX, check_members, read_index
 from reshard.kits.torch.dtensors import Tensors, is_tensor
 from reshard.kits.torch.file import NAME, FileTensor, TorchFile
-from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe
+from reshard.kits.torch.pickles import Name, Pairs, PickledObject, describe, parts_of
 from reshard.kits.training.arguments import RANK_SIZES, stated_in
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.core.model.checkpoint import Tensor
     from reshard.core.model.entries import Entry
     from reshard.core.storage.places import Place
-    from reshard.kits.torch.dtensors import DeviceMesh, RankTensor
+    from reshard.kits.torch.dtensors import RankTensor
 
 EXPECTED = "a state dict that torch.save stored"
 """The content of a file, for messages."""
+
+_MOVE = "move the files of one set to another directory"
+_NUMBERED = re.compile(r"(?P<before>(?:.+[-_.])?)(?P<number>\d{5,9})-of-(?P<count>\d{5,9})(?P<after>\.\w+)", re.DOTALL)
 
 _MODEL = "model"
 _RANK_STATE = "extra_state"  # per-rank RNG state
 _DICTS = {"dict", "OrderedDict", "defaultdict"}
 _DEEPEST = 32
-_MOST_VALUES = 1 << 19
 _MOST_SCANNED = 64  # items of a list, to see whether it has dicts
 _MOST_KEY = 16  # items of a tuple that is a key
-_MOST_TEXT = 1 << 25  # characters of all names of a file
+_MOST_TEXT = 1 << 25  # characters of all names of a file, and 64 for each value
+_VALUE_COST = 64
 _IS_DTENSOR = "is a DTensor, which is not a part of a tensor-parallel rank"
 
 
@@ -59,8 +68,8 @@ class File(NamedTuple):
     """A file to read: its location, its rank, and the prefix of its names."""
 
     location: Place
-    rank: int
-    prefix: str
+    rank: int = 0
+    prefix: str = ""
 
 
 class Contents(NamedTuple):
@@ -111,38 +120,80 @@ def open_saves(directory: Place, listing: Sequence[str], *, contents: bool | Lit
             code="several-checkpoints",
             hint="move the files of one run to another directory",
         )
+    (count,) = counts
     faults = Faults(str(directory))
     by_kind: dict[str, dict[int, str]] = {}
     for match in matches:
         by_kind.setdefault(match["kind"], {})[int(match["rank"])] = match[0]
     for kind, names_by_rank in by_kind.items():
-        missing = (rank for rank in range(counts[0]) if rank not in names_by_rank)
-        if first := list(islice(missing, 64)):
-            missing_ranks = f"{ranks_text(first)}{' and more' if len(first) == 64 else ''}, of {counts[0]}"
-            fault = f"has no file of {missing_ranks}"
-            faults.add(f"{kind}_world_size_{counts[0]}_rank_*.pt", fault, code="missing-ranks", hint=COPY_AGAIN)
-        if max(names_by_rank) >= counts[0]:
-            faults.add(names_by_rank[max(names_by_rank)], f"is of a rank beyond the {counts[0]}", code="no-such-rank")
+        if missing := list(islice((rank for rank in range(count) if rank not in names_by_rank), 64)):
+            fault = f"has no file of {ranks_text(missing)}, of {count}"
+            faults.add(f"{kind}_world_size_{count}_rank_*.pt", fault, code="missing-ranks", hint=COPY_AGAIN)
+        if max(names_by_rank) >= count:
+            faults.add(names_by_rank[max(names_by_rank)], f"is of a rank beyond the {count}", code="no-such-rank")
     faults.raise_if_any(SourceError)
     files = [
-        File(directory / name, rank, "" if kind == _MODEL else f"{kind}.")
-        for rank in range(counts[0])
-        for kind, names_by_rank in sorted(by_kind.items(), key=lambda item: (item[0] != _MODEL, item[0]))
-        for name in [names_by_rank[rank]]
+        File(directory / by_kind[kind][rank], rank, "" if kind == _MODEL else f"{kind}.")
+        for rank in range(count)
+        for kind in sorted(by_kind, key=lambda kind: (kind != _MODEL, kind))
     ]
-    return _opened(directory, files, counts[0], contents=contents)
+    return _joined(directory, read_files(files, count), [file.rank for file in files], contents=contents)
 
 
-def open_save(location: Place, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
-    """Open a file of a whole state dict; arguments and errors as for `open_saves`."""
-    files = read_files([File(location, 0, "")], 1, check=_refuse_rank)
-    return joined(location, files, [0], contents=contents)
+def open_set(directory: Place, listing: Sequence[str], *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+    """Open the files of a set.
+
+    Args:
+        directory: the directory.
+        listing: the names of the files in it.
+        contents: compare samples of replicas.
+
+    Raises:
+        SourceError: files are missing or of several sets, the index is not valid or disagrees with the files, or a file
+            is not valid.
+    """
+    indexes = sorted(filter(SAVED_INDEX.fullmatch, listing))
+    members = sorted(name for name in listing if SAVED_SET.files.fullmatch(name) and name not in indexes)
+    index = read_index(directory, indexes)  # which refuses several
+    if index is None:
+        _check_numbers(directory, members)
+    locations, weight_map = index or ([directory / name for name in members], {})
+    if others := sorted({*members}.difference(location.name for location in locations)):
+        raise SourceError(
+            f"{directory} has {names(others, most=3)}, which {indexes[0]} does not name",
+            code="several-checkpoints",
+            hint=_MOVE,
+        )
+    files = read_files([File(location) for location in locations], 1)
+    by_file = {
+        location.name: [*read.tensors, *read.refused, *read.objects]
+        for location, read in zip(locations, files, strict=True)
+    }
+    check_members(directory, weight_map, by_file)
+    return _joined(directory, files, [0] * len(files), contents=contents)
 
 
-def open_only(directory: Place, name: str, *, contents: bool | Literal["blocks"] = True) -> Checkpoint:
-    """Open the only file in a directory; arguments and errors as for `open_saves`."""
-    files = read_files([File(directory / name, 0, "")], 1, check=_refuse_rank)
-    return joined(directory, files, [0], contents=contents)
+def _check_numbers(directory: Place, members: Sequence[str]) -> None:
+    """Refuse numbered files of several sets, or a set that lacks a file."""
+    matches = [match for match in map(_NUMBERED.fullmatch, members) if match]
+    families = {(match["before"], int(match["count"]), match["after"]) for match in matches}
+    numbers = {int(match["number"]) for match in matches}
+    if len(families) != 1 or len(numbers) < len(members) or max(numbers) > int(matches[0]["count"]):
+        raise SourceError(
+            f"{directory} has files of several sets, {names(members, most=3)}", code="several-checkpoints", hint=_MOVE
+        )
+    count = int(matches[0]["count"])
+    if missing := list(islice((number for number in range(1, count + 1) if number not in numbers), 64)):
+        fault = f"{directory} has no file {names(missing)} of {count}, and no index"
+        raise SourceError(fault, code="missing-shards", hint=COPY_AGAIN)
+
+
+def open_save(location: Place, *, root: Place | None = None, contents: bool | Literal["blocks"] = True) -> Checkpoint:
+    """Open a file of a whole state dict: of `root`, if it is the only one in that directory; see `open_saves`."""
+    saved = TorchFile.read(location, EXPECTED)
+    _refuse_rank(saved)
+    file = read_state_dict(saved, 0, saved.value, "", Tensors(0, 1))
+    return _joined(root or location, [file], [0], contents=contents)
 
 
 def _refuse_rank(saved: TorchFile) -> None:
@@ -157,50 +208,22 @@ def _refuse_rank(saved: TorchFile) -> None:
         )
 
 
-def _opened(location: Place, files: Sequence[File], count: int, *, contents: bool | Literal["blocks"]) -> Checkpoint:
-    """Read the files of `count` ranks, and join their tensors."""
-    return joined(location, read_files(files, count), [file.rank for file in files], contents=contents)
-
-
-def read_files(
-    files: Sequence[File], count: int, *, check: Callable[[TorchFile], object] | None = None
-) -> list[Contents]:
-    """Read files of `count` ranks; at URLs, several at once.
-
-    Args:
-        files: the files.
-        count: the number of ranks.
-        check: raises an error for a file that is not to be read.
-
-    Raises:
-        SourceError: a file is not valid.
-    """
+def read_files(files: Sequence[File], count: int) -> list[Contents]:
+    """Read files of `count` ranks, at URLs several at once; raise `SourceError` if one is not valid."""
     numbered = {file.location: (number, file) for number, file in enumerate(files)}
 
     def read(location: Place) -> Contents:
         number, file = numbered[location]
         saved = TorchFile.read(location, EXPECTED)
-        if check is not None:
-            check(saved)
         return read_state_dict(saved, number, saved.value, file.prefix, Tensors(file.rank, count))
 
     return list(map_ordered(read, list(numbered), workers_at(numbered)))
 
 
-def joined(
+def _joined(
     location: Place, files: Sequence[Contents], ranks: Sequence[int], *, contents: bool | Literal["blocks"]
 ) -> Checkpoint:
-    """Join the tensors of files.
-
-    Args:
-        location: the file, or the directory of the files.
-        files: their contents.
-        ranks: the rank of each.
-        contents: compare samples of replicas.
-
-    Raises:
-        SourceError: no tensor can be read, or replicas differ.
-    """
+    """Join the tensors of files, of the given ranks; raise `SourceError` if none can be read, or replicas differ."""
     tensors_by_name: dict[str, list[tuple[int, RankTensor, int]]] = {}
     objects: dict[str, str] = {}
     unreadable: dict[str, str] = {}
@@ -239,28 +262,14 @@ def _tensor(
 ) -> Tensor:
     """Return a tensor; raise `SourceError` if its parts in the files do not fit together."""
     dtype = common_dtype(rank_tensor.local.dtype for _, rank_tensor, _ in rank_tensors)
-    specs = {ranks[number]: rank_tensor.spec for number, rank_tensor, _ in rank_tensors}
-    first = next(iter(specs.values()))
-    meshes: dict[DeviceMesh, set[int]] = {}
-    for rank, spec in specs.items():
-        if (spec and spec[:2]) != (first and first[:2]):
-            raise SourceError(
-                f"has different layouts in the files of ranks {min(specs)} and {rank}", code="ranks-disagree"
-            )
-        if spec:
-            meshes.setdefault(spec.mesh, set()).add(rank)
-    for mesh, file_ranks in meshes.items():
-        if file_ranks != set(mesh.ranks):
-            raise SourceError(
-                f"has a mesh of {ranks_text(mesh.ranks)}, but only in the files of {ranks_text(file_ranks)}",
-                code="ranks-disagree",
-            )
-    shapes = {rank_tensor.local.shape: ranks[number] for number, rank_tensor, _ in reversed(rank_tensors)}
+    specs = {ranks[number]: rank_tensor.spec and rank_tensor.spec[:2] for number, rank_tensor, _ in rank_tensors}
+    if len(set(specs.values())) > 1:
+        raise SourceError(f"has different layouts in the files of {ranks_text(specs)}", code="ranks-disagree")
+    first = rank_tensors[0][1].spec
+    shapes = dict.fromkeys(rank_tensor.local.shape for _, rank_tensor, _ in rank_tensors)
     if first is None and len(shapes) > 1:
-        texts = [f"{shape_text(shape)} in rank {rank}" for shape, rank in sorted(shapes.items(), key=lambda i: i[1])]
-        raise SourceError(
-            f"has shape {names(texts, most=2)} but is no DTensor, so its layout is unknown", code="no-layout"
-        )
+        texts = names([*map(shape_text, shapes)], most=2)
+        raise SourceError(f"has the shapes {texts} but is no DTensor, so its layout is unknown", code="no-layout")
     shape = first.shape if first else rank_tensors[0][1].local.shape
     parts = [
         (block, local.extent(number, begin))
@@ -285,10 +294,10 @@ def read_state_dict(saved: TorchFile, number: int, state_dict: object, prefix: s
     """
     finder = TensorFinder()
     try:
-        values = _flattened(state_dict, prefix, min(_MOST_VALUES, saved.pickle.nbytes), finder)
+        values = _flattened(state_dict, prefix, finder)
     except SourceError as error:
         raise SourceError(f"{saved.path}: {error.message}; expected {EXPECTED}", code=error.code) from None
-    refused = dict[str, str]()
+    refused: dict[str, str] = {}
     objects: dict[str, str] = {}
     rank_tensors: dict[str, RankTensor] = {}
     for name, value in values.items():
@@ -321,63 +330,69 @@ def kind_of(value: object) -> str:
     return "dict" if isinstance(value, Pairs) else type(value).__name__
 
 
-def _flattened(state_dict: object, prefix: str, most: int, finder: TensorFinder) -> dict[str, object]:
+def _flattened(state_dict: object, prefix: str, finder: TensorFinder) -> dict[str, object]:
     """Return the values of a state dict by dotted names: tensors, and other values that are not flattened.
 
     Args:
         state_dict: the pickled value.
         prefix: the prefix of all names.
-        most: the largest number of values.
         finder: finds tensors in values.
 
     Raises:
         SourceError: it is not a dict, has an invalid name, or is too deep or large.
     """
-    flat: dict[str, object] = {}
-    if kind_of(state_dict) in _DICTS and not _items(state_dict) and not finder.has_tensor(state_dict):
-        return flat
-    if _inside(state_dict, finder) is None:
+    is_empty = kind_of(state_dict) in _DICTS and not _pairs(state_dict)
+    if is_empty and not finder.has_tensor(state_dict):
+        return {}
+    values = _Values(finder)
+    values.add(prefix, state_dict)
+    if len(values.by_name) == 1 and prefix.removesuffix(".") in values.by_name:
         raise SourceError(
             f"holds {'a tensor' if is_tensor(state_dict) else describe(state_dict)}", code="not-a-state-dict"
         )
-    waiting: list[tuple[str, object, int]] = [(prefix, state_dict, 0)]
-    count = length = 0
-    while waiting:
-        name, value, depth = waiting.pop()
-        inside = _inside(value, finder)
-        if inside is None:
-            name = name.removesuffix(".")
-            if name in flat or not is_text(name) or len(name.encode()) > LONGEST_NAME:
+    return values.by_name
+
+
+class _Values:
+    """The values of nested dicts and lists, by dotted names."""
+
+    def __init__(self, finder: TensorFinder) -> None:
+        self.by_name: dict[str, object] = {}
+        self._finder, self._room = finder, _MOST_TEXT
+
+    def add(self, prefix: str, value: object, depth: int = 0) -> None:
+        """Add a value, or those in it; `prefix` is its name with a dot."""
+        items = self._inside(value)
+        if items is None:
+            name = prefix.removesuffix(".")
+            if name in self.by_name or not is_text(name) or len(name.encode()) > LONGEST_NAME:
                 raise SourceError(f"has {name!r:.60} twice, or it is not a valid name", code="bad-name")
-            flat[name] = value
-            continue
-        count += len(inside[1])
-        if depth == _DEEPEST or count > most:
-            raise SourceError("is nested too deeply, or has too many values", code="too-large")
-        first = len(waiting)
-        for key, item in zip(*inside, strict=True):
-            waiting.append((f"{name}{key}.", item, depth + 1))
-            length += len(waiting[-1][0])
-            if length > _MOST_TEXT:
-                raise SourceError(f"has names of more than {_MOST_TEXT:,} characters in all", code="too-large")
-        waiting[first:] = reversed(waiting[first:])
-    return flat
+            self.by_name[name] = value
+            return
+        if depth == _DEEPEST:
+            raise SourceError("is nested too deeply", code="too-large")
+        for key, item in items:
+            inner = f"{prefix}{key}."
+            self._take(len(inner) + _VALUE_COST)
+            self.add(inner, item, depth + 1)
 
+    def _inside(self, value: object) -> Iterable[tuple[object, object]] | None:
+        """Return the items of a dict, or of a list with tensors or dicts; None for another value."""
+        has_tensor = self._finder.has_tensor
+        if kind_of(value) in _DICTS:
+            pairs = _pairs(value)
+            self._take(len(pairs))
+            has_others = isinstance(value, PickledObject) and has_tensor((value.arguments, value.state))
+            return pairs.items() if pairs and all(map(_is_plain, pairs[::2])) and not has_others else None
+        if isinstance(value, list | tuple):
+            has_dicts = any(isinstance(item, Pairs) for item in value[:_MOST_SCANNED])
+            return enumerate(value) if has_dicts or has_tensor(value) else None
+        return None
 
-def _inside(value: object, finder: TensorFinder) -> tuple[Sequence[object], Sequence[object]] | None:
-    """Return keys and values of a dict, or of a list with tensors or dicts; None for other values."""
-    if kind_of(value) in _DICTS:
-        items = _items(value)
-        keys = items[::2]
-        plain = 0 < len(items) <= 2 * _MOST_VALUES and not len(items) % 2 and all(map(_is_plain, keys))
-        has_other_tensors = isinstance(value, PickledObject) and (
-            finder.has_tensor(value.arguments) or finder.has_tensor(value.state)
-        )
-        return (keys, items[1::2]) if plain and not has_other_tensors else None
-    if isinstance(value, list | tuple) and len(value) <= _MOST_VALUES:
-        has_dicts = any(isinstance(item, Pairs) for item in value[:_MOST_SCANNED])
-        return (range(len(value)), value) if has_dicts or finder.has_tensor(value) else None
-    return None
+    def _take(self, count: int) -> None:
+        self._room -= count
+        if self._room < 0:
+            raise SourceError("has too many values, or too long names", code="too-large")
 
 
 def _is_plain(key: object) -> bool:
@@ -389,7 +404,7 @@ def _is_plain(key: object) -> bool:
     )
 
 
-def _items(value: object) -> Pairs:
+def _pairs(value: object) -> Pairs:
     """Return the keys and values of a dict in turn."""
     items = value.items if isinstance(value, PickledObject) else value
     return items if isinstance(items, Pairs) else Pairs()
@@ -402,40 +417,22 @@ class TensorFinder:
         self._results: dict[int, bool] = {}  # by id; the values stay alive
 
     def has_tensor(self, value: object) -> bool:
-        """Return whether a value is a tensor or a storage, or contains one at any depth."""
+        """Return whether a value is a tensor or a storage, or contains one at any depth.
+
+        Raises:
+            SourceError: it is nested too deeply.
+        """
+        try:
+            return self._has_tensor(value)
+        except RecursionError:
+            raise SourceError("is nested too deeply", code="too-large") from None
+
+    def _has_tensor(self, value: object) -> bool:
+        if is_tensor(value) or (isinstance(value, PickledObject) and value.made_by is None):
+            return True
         if not isinstance(value, list | tuple | PickledObject):
             return False
-        key = id(value)
-        if key not in self._results:
-            self._search(key, value)
-        return self._results[key]
-
-    def _search(self, key: int, value: object) -> None:
-        """Visit a value, whose id is `key`, and all values in it that were not visited before."""
-        above: dict[int, list[int]] = {}
-        has: list[int] = []
-        waiting: list[tuple[int, Any]] = [(key, value)]
-        self._results[key] = False
-        while waiting:
-            number, container = waiting.pop()
-            parts = container
-            if isinstance(container, PickledObject):
-                if is_tensor(container) or container.made_by is None:  # a reference outside of the pickle is a storage
-                    has.append(number)
-                    continue
-                parts = container.arguments, container.state, container.items
-            for part in parts:
-                if isinstance(part, list | tuple | PickledObject):
-                    part_key = id(part)
-                    result = self._results.get(part_key)
-                    if result:
-                        has.append(number)
-                        continue
-                    above.setdefault(part_key, []).append(number)
-                    if result is None:
-                        self._results[part_key] = False
-                        waiting.append((part_key, part))
-        while has:
-            number = has.pop()
-            self._results[number] = True
-            has += above.pop(number, ())
+        if id(value) not in self._results:
+            self._results[id(value)] = False  # if it contains itself
+            self._results[id(value)] = any(map(self._has_tensor, parts_of(value)))
+        return self._results[id(value)]

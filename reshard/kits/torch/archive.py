@@ -16,16 +16,16 @@ from __future__ import annotations
 from struct import Struct, pack, unpack
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from reshard.core.model.entries import Summed
+from reshard.core.model.entries import Summed, merged
 from reshard.core.storage.base import COPY_AGAIN
 from reshard.core.storage.crc import crc32, crc32_fault
 from reshard.core.storage.places import any_store, in_batches
 from reshard.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from reshard.core.model.entries import RangeReader
+    from reshard.core.model.entries import RangeReader, Spans
     from reshard.core.storage.base import ReadStore, Want
 
 LARGE = 0xFFFFFFFF
@@ -47,8 +47,6 @@ _WHOLE = 64 << 10  # an archive of at most this size is read at once
 _SHORT, _MOST_SHORT = 4 << 10, 1 << 12  # larger ones: contents read with the headers; the most records for it
 _TAIL = 4 << 10  # larger ones: bytes at the end that are read first, which contain most directories
 _MOST_HEADERS = 64 << 20
-
-
 _CUT = "is no zip archive, or is cut off"
 
 
@@ -141,16 +139,19 @@ def carries_sums(records: Collection[ZipRecord]) -> bool:
 
 
 def checked_records(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and contents of each record of an archive; verify its header and checksum.
+    """Yield the name and contents of each record of an archive after verifying its header and checksum.
 
     Raises:
-        Damaged: the archive is not a zip of stored records.
-        SourceError: a record does not match its checksum. The message does not name the file.
+        SourceError: it is no zip of stored records, or does not match a checksum. The message does not name the file.
     """
-    records = directory(len(content), lambda begin, nbytes: content[begin : begin + nbytes])
+    try:
+        records = directory(len(content), lambda begin, nbytes: content[begin : begin + nbytes])
+        for record in records:
+            record.check(content[record.header : record.header + record.least])
+    except Damaged as error:
+        raise SourceError(f"is not an object of torch.save: it {error}", code="not-torch-save") from None
     has_sums = carries_sums(records)
     for record in records:
-        record.check(content[record.header : record.header + record.least])
         name, data = record.name.decode(errors="replace"), content[record.begin : record.begin + record.size]
         if has_sums and crc32(data) != record.crc:
             raise SourceError(f"is corrupt: {name!r:.60} does not match its CRC-32", code="wrong-checksum")
@@ -343,8 +344,8 @@ class Archives(NamedTuple):
 
     def read(self, path: str, store: ReadStore) -> Iterator[Summed]:
         """Yield each archive after verifying its headers and short records, not the long ones."""
-        for archive, content in in_batches(_headers(path, store, in_batches(_tails(path, store, self.parts)))):
-            yield archive.summed(content)
+        for indexed in in_batches(_headers(path, store, in_batches(_tails(path, store, self.parts)))):
+            yield indexed.summed()
 
 
 class _Indexed(NamedTuple):
@@ -353,38 +354,37 @@ class _Indexed(NamedTuple):
     Attributes:
         part: its range.
         records: the records; empty if it has a fault.
-        short: the largest size of contents that are read with the headers.
+        pieces: its bytes but long contents, by offset; each piece begins with a record.
         fault: why the directory is not valid.
     """
 
     part: ZipPart
-    records: Sequence[ZipRecord] = ()
-    short: int = 0
+    records: Sequence[ZipRecord]
+    pieces: Mapping[int, memoryview]
     fault: str = ""
 
-    def summed(self, content: memoryview) -> Summed:
-        """Verify headers and short contents; `content` has all bytes of the records but long contents."""
+    def summed(self) -> Summed:
+        """Verify headers and short contents."""
         location = self.part.text
-        if self.fault:
-            return Summed(self.part.name, self.part[1:], faults=(f"{location} {self.fault}",))
+        faults = [f"{location} {self.fault}"] if self.fault else []
+        pending = []
         has_sums = carries_sums(self.records)
-        faults, long_contents = [], []
-        shift = 0  # of an offset in `content`
         for record in self.records:
-            label, is_long = f"{record.label} in {location}", record.size > self.short
-            header, begin = content[record.header - shift :], record.begin - shift
-            if is_long:
-                shift += record.size
+            if record.header in self.pieces:
+                start, piece = record.header, self.pieces[record.header]
+            label = f"{record.label} in {location}"
+            begin = record.begin - start
+            content = piece[begin : begin + record.size]
             try:
-                record.check(header)
+                record.check(piece[record.header - start :])
             except Damaged as error:
                 faults.append(f"{location} {error}")
                 continue
-            if is_long and has_sums:
-                long_contents.append((label, ((self.part.begin + record.begin, record.size),), record.crc))
-            elif has_sums and (fault := crc32_fault(crc32(content[begin : begin + record.size]), record.crc)):
+            if has_sums and len(content) < record.size:
+                pending.append((label, ((self.part.begin + record.begin, record.size),), record.crc))
+            elif has_sums and (fault := crc32_fault(crc32(content), record.crc)):
                 faults.append(f"{label} {fault}")
-        return Summed(self.part.name, self.part[1:], tuple(long_contents), tuple(faults), has_sums)
+        return Summed(self.part.name, self.part[1:], tuple(pending), tuple(faults), has_sums)
 
 
 def _tails(
@@ -399,38 +399,27 @@ def _tails(
 
 def _headers(
     path: str, store: ReadStore, tails: Iterator[tuple[ZipPart, memoryview]]
-) -> Iterator[tuple[tuple[_Indexed, memoryview], ReadStore, list[Want]]]:
-    """Yield the second read of each archive: the headers of records and short contents, joined."""
+) -> Iterator[tuple[_Indexed, ReadStore, list[Want]]]:
+    """Yield the second read of each archive: the headers of records and short contents."""
     for part, tail in tails:
         try:
             records = directory(part.nbytes, _over_tail(path, store, part, tail))
-            is_whole = len(tail) == part.nbytes
-            short = _WHOLE if is_whole else _SHORT if len(records) <= _MOST_SHORT else 0
-            gaps = [] if is_whole else _gaps(records, short)
+            spans = [] if len(tail) == part.nbytes else _spans(records)
         except Damaged as error:
-            yield (_Indexed(part, fault=str(error)), tail), store, []
+            yield _Indexed(part, (), {}, str(error)), store, []
             continue
-        content = tail if is_whole else memoryview(bytearray(sum(nbytes for _, nbytes in gaps)))
-        requests: list[Want] = []
-        at = 0
-        for begin, nbytes in gaps:
-            requests.append((path, part.begin + begin, content[at : at + nbytes]))
-            at += nbytes
-        yield (_Indexed(part, records, short), content), store, requests
+        pieces = {begin: memoryview(bytearray(end - begin)) for begin, end in spans}
+        requests = [(path, part.begin + begin, piece) for begin, piece in pieces.items()]
+        yield _Indexed(part, records, pieces or {0: tail}), store, requests
 
 
-def _gaps(records: Sequence[ZipRecord], short: int) -> list[tuple[int, int]]:
+def _spans(records: Sequence[ZipRecord]) -> Spans:
     """Return the ranges of headers and short contents in an archive: all but long contents."""
-    gaps: list[tuple[int, int]] = []
-    begin = 0
-    for record in records:
-        if record.size > short:
-            gaps.append((begin, record.begin - begin))
-            begin = record.begin + record.size
-    gaps.append((begin, records[-1].end - begin))
-    if sum(nbytes for _, nbytes in gaps) > _MOST_HEADERS:
+    short = _SHORT if len(records) <= _MOST_SHORT else 0
+    spans = merged((record.header, record.begin if record.size > short else record.end) for record in records)
+    if sum(end - begin for begin, end in spans) > _MOST_HEADERS:
         raise Damaged(f"has more than {_MOST_HEADERS:,} bytes of headers")
-    return gaps
+    return spans
 
 
 def _over_tail(path: str, store: ReadStore, part: ZipPart, tail: memoryview) -> Callable[[int, int], bytes]:

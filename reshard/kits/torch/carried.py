@@ -174,7 +174,18 @@ def _like(key: str, before: str | int) -> str | int:
 
 def nested(paths: Mapping[str, KeyPath], faults: Faults) -> dict[str, KeyPath]:
     """Check that paths can be in nested dicts and lists, and return them with lists numbered without gaps."""
-    _check_nesting(paths, faults)
+    tree: dict[KeyPath, tuple[type | None, str]] = {}  # at a path: the type of keys, None for a value
+    for name, path in paths.items():
+        for depth in range(len(path) + 1):
+            kind = type(path[depth]) if depth < len(path) else None
+            known_kind, other_name = tree.setdefault(path[:depth], (kind, name))
+            if other_name != name and (kind is None or kind is not known_kind):
+                faults.add(
+                    f"names {name!r} and {other_name!r}", "cannot both be in nested dicts and lists",
+                    code="conflicting-names" if kind is not known_kind else "duplicate-name",
+                    hint="choose other names",
+                )  # fmt: skip
+                break
     return _without_gaps(paths)
 
 
@@ -194,27 +205,3 @@ def _without_gaps(paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
         name: tuple(numbers[path[:n]][key] if isinstance(key, int) else key for n, key in enumerate(path))
         for name, path in paths.items()
     }
-
-
-def _check_nesting(paths: Mapping[str, KeyPath], faults: Faults) -> None:
-    """Check that no path is below another, and that lists have only indexes as keys."""
-    at: dict[KeyPath, str] = {}
-    for name, path in paths.items():
-        other_name = at.setdefault(path, name)
-        if other_name != name:
-            faults.add(
-                f"names {name!r} and {other_name!r}", "would have the same place in nested dicts",
-                code="duplicate-name", hint="choose other names",
-            )  # fmt: skip
-    kinds: dict[KeyPath, tuple[type, str]] = {}
-    for name, path in paths.items():
-        for depth, key in enumerate(path):
-            above = path[:depth]
-            kind, first = kinds.setdefault(above, (type(key), name))
-            if above in at or kind is not type(key):
-                other_name = at.get(above, first)
-                faults.add(
-                    f"names {name!r} and {other_name!r}", "cannot both be in nested dicts and lists",
-                    code="conflicting-names", hint="choose other names",
-                )  # fmt: skip
-                break

@@ -14,19 +14,20 @@ Sources: `_dtensor_spec.py`, `placement_types.py`, `device_mesh.py` and `_mesh_l
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import accumulate, islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard.core.layout.axes import row_major
 from reshard.core.layout.block import MOST_DIMS, Block, is_possible, shape_text
 from reshard.core.layout.placements import DimShard, device_ranges
 from reshard.errors import LayoutError, SourceError
 from reshard.kits.torch.pickles import Name, PickledObject, describe, numbers
-from reshard.kits.torch.tensors import rebuilt
+from reshard.kits.torch.tensors import arguments_of, rebuilt, without_parameter
 from reshard.strategy.names import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from reshard.core.layout.block import Shape
     from reshard.core.layout.placements import Placement
@@ -84,22 +85,10 @@ class RankTensor(NamedTuple):
                 f"has {prod(map(len, ranges)):,} blocks in a file; at most {_MOST_BLOCKS:,} are supported",
                 code="too-many-blocks",
             )
-        yield from self._blocks(ranges)
-
-    def _blocks(self, ranges: list[list[tuple[int, int]]]) -> Iterator[tuple[Block, Rebuilt]]:
-        """Yield the blocks at the given ranges of each dimension, in their order in the part."""
-        along = []
-        for dim_ranges in ranges:
-            position, steps = 0, list[tuple[int, int, int]]()
-            for start, stop in dim_ranges:
-                steps.append((start, stop, position))
-                position += stop - start
-            along.append(steps)
-        for corner in product(*along):
-            block = Block(tuple(start for start, _, _ in corner), tuple(stop for _, stop, _ in corner))
-            at = tuple(position for _, _, position in corner)
-            inside = Block(at, tuple(begin + extent for begin, extent in zip(at, block.shape, strict=True)))
-            yield block, self.local.part(inside)
+        positions = [accumulate((stop - start for start, stop in of_dim), initial=0) for of_dim in ranges]
+        for corner in product(*(zip(of_dim, at, strict=False) for of_dim, at in zip(ranges, positions, strict=True))):
+            block = Block(tuple(start for (start, _), _ in corner), tuple(stop for (_, stop), _ in corner))
+            yield block, self.local.part(tuple(position for _, position in corner), block.shape)
 
 
 def is_tensor(value: object) -> bool:
@@ -121,18 +110,15 @@ class Tensors:
 
     def read(self, value: object) -> RankTensor:
         """Return the part of a tensor in the file; raise `SourceError` if it cannot be read."""
-        while isinstance(value, PickledObject) and value.name.startswith("_rebuild_parameter") and _arguments(value):
-            value = _arguments(value)[0]
-        arguments = _arguments(value)
-        if not (isinstance(value, PickledObject) and value.name == _SUBCLASS[0] and len(arguments) == 4):
+        value = without_parameter(value)
+        arguments = arguments_of(value)
+        is_subclass = isinstance(value, PickledObject) and value.name == _SUBCLASS[0] and len(arguments) == 4
+        if not is_subclass or not isinstance(arguments[0], Name) or arguments[0].name != _SUBCLASS[1]:
             return RankTensor(rebuilt(value), None)
         kind = arguments[1].name if isinstance(arguments[1], Name) else ""
-        if not isinstance(arguments[0], Name) or arguments[0].name != _SUBCLASS[1]:
-            return RankTensor(rebuilt(value), None)
         if kind != "DTensor":
             raise SourceError(f"is a tensor of the unsupported class {describe(kind)}", code="unsupported-class")
-        state = PickledObject(None, None)
-        state.state = arguments[3]
+        state = PickledObject(None, None, state=arguments[3])
         local, spec = rebuilt(state.field("_local_tensor")), state.field("_spec")
         sizes = arguments[2][2] if isinstance(arguments[2], tuple) and len(arguments[2]) > 2 else None
         return RankTensor(local, self._spec(spec, numbers(sizes)))
@@ -141,9 +127,6 @@ class Tensors:
         """Return the layout of a DTensor of a shape, from its other arguments."""
         if not isinstance(value, PickledObject):
             raise SourceError("has no spec, so which part a rank has is unknown", code="bad-dtensor")
-        meta = _arguments(value.field("tensor_meta"))
-        if meta and numbers(meta[0]) != shape:
-            raise SourceError(f"has shape {shape_text(shape)} but another one in its spec", code="wrong-shape")
         if not is_possible(shape):
             raise SourceError(f"has the impossible shape {shape_text(shape)}", code="bad-shape")
         mesh, placements = self._mesh(value.field("mesh")), value.field("placements")
@@ -154,7 +137,7 @@ class Tensors:
             )
         order = value.field("shard_order")
         for entry in order if isinstance(order, tuple) else ():
-            axes = numbers(_arguments(entry)[1]) if len(_arguments(entry)) == 2 else ()
+            axes = numbers(arguments_of(entry)[1]) if len(arguments_of(entry)) == 2 else ()
             if list(axes) != sorted(axes):
                 raise SourceError(
                     f"is cut by the mesh axes {shape_text(axes)} in an unsupported order", code="unsupported-layout"
@@ -176,11 +159,6 @@ class Tensors:
                     f"was saved by another rank; its file is named for rank {self.rank}", code="wrong-rank"
                 )
         return self._meshes[value]
-
-
-def _arguments(value: object) -> tuple[Any, ...]:
-    """Return the constructor arguments of a pickled object; empty for other values."""
-    return value.arguments if isinstance(value, PickledObject) and isinstance(value.arguments, tuple) else ()
 
 
 def _coordinates(mesh: DeviceMesh, rank: int) -> Shape:
@@ -211,41 +189,44 @@ def _placement(value: object) -> Placement:
 
 def _mesh(value: PickledObject, rank: int, count: int) -> DeviceMesh:
     """Return the mesh of at most `count` ranks that contains a rank; a layout may describe several."""
-    layout = value.field("_layout")
-    if not isinstance(layout, PickledObject):
-        of_tensor = _arguments(value.field("mesh"))
-        shape = numbers(of_tensor[2] if len(of_tensor) > 2 else None)
-        axes: Any = [(extent, prod(shape[axis + 1 :])) for axis, extent in enumerate(shape)]
-        rank_map = numbers(value.field("_flatten_mesh_list"), count)
-    else:
-        axes, rank_map = layout.field("axes"), numbers(value.field("_flatten_rank_map"), count)
-        if axes is None:  # as in 2.10
-            axes = zip(_several(layout.field("shape")), _several(layout.field("stride")), strict=False)
-        else:
-            axis_layouts = axes[: MOST_DIMS + 1] if isinstance(axes, tuple | list) else ()
-            axes = [
-                (axis.field("shape"), axis.field("stride")) for axis in axis_layouts if isinstance(axis, PickledObject)
-            ]
+    axes, rank_map = _axes(value, count)
     if rank not in rank_map:
         raise SourceError(f"has a mesh of {ranks_text(rank_map)}, but is in the file of rank {rank}", code="wrong-rank")
-    begin = position = rank_map.index(rank)
-    positions, extents = [0], tuple[int, ...]()
-    for sizes, strides in axes:
-        along = [0]
-        for size, stride in zip(numbers(_several(sizes)), numbers(_several(strides)), strict=False):
-            if not 0 < size * len(along) * len(positions) <= count:
-                raise SourceError(f"has a mesh of more ranks than the {count} that have files", code="missing-ranks")
-            along = [start + number * stride for start in along for number in range(size)]
-            begin -= position // stride % size * stride if stride else 0
-        positions, extents = [start + step for start in positions for step in along], (*extents, len(along))
-        if len(extents) > MOST_DIMS or not 0 <= begin + max(positions) < len(rank_map):
-            raise SourceError(f"has a mesh of {shape_text(extents)} with {len(rank_map)} ranks", code="bad-mesh")
-    ranks = tuple(rank_map[begin + position] for position in positions)
-    if len(set(ranks)) != len(ranks) or max(ranks) >= count or rank not in ranks:
+    parts = [part for axis in axes for part in axis]
+    extents = tuple(prod(size for size, _ in axis) for axis in axes)
+    if not 0 < prod(extents) <= count:
+        raise SourceError(f"has a mesh of more ranks than the {count} that have files", code="missing-ranks")
+    index = rank_map.index(rank)
+    begin = index - sum(index // stride % size * stride for size, stride in parts if stride)
+    offsets = product(*(range(0, size * stride, stride) if stride else [0] * size for size, stride in parts))
+    positions = [begin + sum(offset) for offset in offsets]
+    ranks = tuple(rank_map[position] for position in positions if 0 <= position < len(rank_map))
+    if len(set(ranks)) != len(positions) or max(ranks) >= count or rank not in ranks or len(extents) > MOST_DIMS:
         raise SourceError(
-            f"has a mesh of {ranks_text(ranks)}, some twice or without a file; {count} have files", code="bad-mesh"
+            f"has a mesh {shape_text(extents)} of {ranks_text(ranks)}, some twice or without a file", code="bad-mesh"
         )
     return DeviceMesh(extents, ranks)
+
+
+def _axes(value: PickledObject, count: int) -> tuple[list[list[tuple[int, int]]], tuple[int, ...]]:
+    """Return the sizes and strides of which each axis of a mesh consists, and the ranks that they count."""
+    layout = value.field("_layout")
+    if not isinstance(layout, PickledObject):  # before 2.10
+        of_tensor = arguments_of(value.field("mesh"))
+        shape = numbers(of_tensor[2] if len(of_tensor) > 2 else None)
+        axes = [[axis] for axis in zip(shape, row_major(shape), strict=True)]
+        return axes, numbers(value.field("_flatten_mesh_list"), count)
+    flat_layouts = layout.field("axes")
+    fields: Iterable[Any] = ()
+    if flat_layouts is None:  # as in 2.10
+        fields = zip(_several(layout.field("shape")), _several(layout.field("stride")), strict=False)
+    elif isinstance(flat_layouts, tuple | list):
+        fields = (each.fields("shape", "stride") for each in flat_layouts if isinstance(each, PickledObject))
+    axes = [
+        list(zip(numbers(_several(sizes)), numbers(_several(strides)), strict=False))
+        for sizes, strides in islice(fields, MOST_DIMS + 1)
+    ]
+    return axes, numbers(value.field("_flatten_rank_map"), count)
 
 
 def _several(value: object) -> tuple[object, ...]:

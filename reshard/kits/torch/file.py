@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from reshard.core.layout.block import Block
 from reshard.core.model.checkpoint import SourceFile
 from reshard.core.model.entries import Entry, FileIndex, RangeReader
-from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.kits.torch.archive import Archive, Archives, RecordReader, ZipPart
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.entries import Extent
-    from reshard.core.storage.base import ReadStore, Status, Want
+    from reshard.core.storage.base import Status
     from reshard.core.storage.places import Place
     from reshard.dtypes import DType
     from reshard.kits.torch.pickles import PickledObject
@@ -70,12 +69,13 @@ class TorchFile(NamedTuple):
     legacy: Mapping[bytes, Storage]
 
     @classmethod
-    def read(cls, location: Place, expected: str, *, with_value: bool = True) -> TorchFile:
+    def read(cls, location: Place, expected: str, *, with_value: bool = True, keeps: bool = False) -> TorchFile:
         """Read the pickle of a file.
 
         Args:
             location: the file.
             expected: the expected content, for messages.
+            keeps: keep long texts and values; see `unpickled`.
             with_value: read the value; else it is None, and only the directory of an archive is read.
 
         Raises:
@@ -85,7 +85,7 @@ class TorchFile(NamedTuple):
         status = path.status()
         reader = RangeReader(str(path), window=_REMOTE_WINDOW if path.can.has_latency else 0)
         if reader.upto(0, len(_LEGACY)) == _LEGACY:
-            value, pickle, storages = _legacy(reader, expected)
+            value, pickle, storages = _legacy(reader, expected, keeps=keeps)
             return cls(str(path), status, value, pickle, None, storages)
         archive = Archive(reader)
         if not with_value:
@@ -94,7 +94,7 @@ class TorchFile(NamedTuple):
         if order.strip() != b"little":
             raise SourceError(f"{path} has the unsupported byte order {order!r}", code="unsupported-byte-order")
         content = archive.content(PICKLE)
-        value = unpickled(content, expected, outside=True)
+        value = unpickled(content, expected, outside=True, keeps=keeps)
         return cls(str(path), status, value, Storage(content.begin, content.size), archive, {})
 
     def storages(self, records: Collection[bytes]) -> Mapping[bytes, Storage]:
@@ -149,14 +149,14 @@ class FileTensor(NamedTuple):
         yield Block.whole(self.shape), self.extent
 
 
-def _legacy(reader: RangeReader, expected: str) -> tuple[Any, Storage, dict[bytes, Storage]]:
+def _legacy(reader: RangeReader, expected: str, *, keeps: bool) -> tuple[Any, Storage, dict[bytes, Storage]]:
     """Return the value of a chain of pickles, the range of its pickle, and the storages behind them."""
     at = len(_LEGACY)
     values = []
     references: Sequence[PickledObject] = ()
     pickle = Storage(0, 0)
     for number, what in enumerate(("a version", "facts about a machine", expected, "a list of storages")):
-        part = first_unpickled(RecordReader(reader, at, reader.size - at), what, outside=number == 2)
+        part = first_unpickled(RecordReader(reader, at, reader.size - at), what, outside=number == 2, keeps=keeps)
         values.append(part.value)
         if number == 2:
             references, pickle = part.references, Storage(at, part.nbytes)
@@ -175,15 +175,6 @@ def _legacy(reader: RangeReader, expected: str) -> tuple[Any, Storage, dict[byte
         at += 8 + count * width
     if len(storages) != len(sizes) or at != reader.size:
         _refuse(reader, f"has {reader.size:,} bytes; its storages end at byte {at:,}")
-
-    def steps() -> Iterator[tuple[tuple[str, bytearray], ReadStore, list[Want]]]:
-        for key, storage in zip(keys, storages.values(), strict=True):
-            header = bytearray(8)
-            yield (key, header), any_store(), [(reader.path, storage.begin - 8, memoryview(header))]
-
-    for key, header in in_batches(steps()):
-        if int.from_bytes(header, "little") != sizes[key][1]:
-            _refuse(reader, f"has another number of elements in storage {key!r:.60} than its pickle says")
     return value, pickle, storages
 
 

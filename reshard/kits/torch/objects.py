@@ -11,22 +11,23 @@ wrote (`tests/data/dcp`).
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import islice
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from reshard.core.layout.block import shape_text
 from reshard.core.model.checkpoint import TensorSpec
 from reshard.core.model.objects import Objects, contents
 from reshard.core.storage.small import parse_json
 from reshard.errors import SourceError
-from reshard.kits.torch.archive import Damaged, checked_records
+from reshard.kits.torch.archive import checked_records
 from reshard.kits.torch.names import BACKEND, COMMON
 from reshard.kits.torch.pickles import Name, Pairs, PickledObject, unpickled
 from reshard.kits.torch.tensors import PickleBytes, rebuilt
 from reshard.kits.training.arguments import known
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.facts import Object
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 _LONGEST = 160  # characters of one object
 _MOST_VALUES = 1 << 20  # of an object; shared values count each time
 _MOST_VALUES_SHOWN = 1 << 17  # of all objects that are shown
-_DEEPEST = 64
 _LARGEST_KEY = 1 << 64  # integers beyond could be made to have equal hashes
 _EXPECTED = "an object that torch.save stored"
 
@@ -70,7 +70,7 @@ class SavedObjects(Objects):
 
 def check_sums(content: bytes) -> None:
     """Verify the checksums of an object's archive; raise `SourceError` without the object's name."""
-    for _ in _records(content):
+    for _ in checked_records(content):
         pass
 
 
@@ -80,12 +80,11 @@ def text_of(value: object) -> str:
     >>> text_of({"lr": [0.1, None], "kind": Name("torch", "float32")}), text_of(["word"] * 99)[-12:]
     ("{'lr': [0.1, None], 'kind': <torch.float32>}", "rd', 'word'…")
     """
-    text = ""
-    for piece in _written(value):
-        text += piece
-        if len(text) > _LONGEST:
-            return f"{text[: _LONGEST - 1]}…"
-    return text
+    try:
+        text = _written(value)
+    except RecursionError:
+        return "nested too deeply to be shown"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def facts(checkpoint: Checkpoint) -> dict[str, int | str]:
@@ -143,22 +142,13 @@ def _value(name: str, entry: Object, content: bytes, plain: _Plain) -> Any:
             return parse_json(content, [])
         except ValueError as error:
             raise SourceError(f"is not JSON: {error}", code="not-json") from None
-    pickled = next((record for path, record in _records(content) if path.endswith("/data.pkl")), None)
+    pickled = next((record for path, record in checked_records(content) if path.endswith("/data.pkl")), None)
     if pickled is None:
-        _refuse("it has no data.pkl")
-    return plain.of(unpickled(PickleBytes(entry.path, pickled), _EXPECTED, outside=True))
-
-
-def _records(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the names and contents of an archive's records after verifying headers and checksums."""
+        raise SourceError("is not an object of torch.save: it has no data.pkl", code="not-torch-save")
     try:
-        yield from checked_records(content)
-    except Damaged as error:
-        _refuse(f"it {error}")
-
-
-def _refuse(why: str) -> NoReturn:
-    raise SourceError(f"is not an object of torch.save: {why}", code="not-torch-save")
+        return plain.of(unpickled(PickleBytes(entry.path, pickled), _EXPECTED, outside=True))
+    except RecursionError:
+        raise SourceError("is nested too deeply", code="too-large") from None
 
 
 class _Plain:
@@ -167,29 +157,29 @@ class _Plain:
     def __init__(self, room: int) -> None:
         self.room = room
 
-    def of(self, value: object, depth: int = 0) -> Any:
+    def of(self, value: object) -> Any:
         """Return a value as plain data."""
         self.room -= 1
-        if depth > _DEEPEST or self.room < 0:
-            raise SourceError("is nested too deeply, or has too many values", code="too-large")
+        if self.room < 0:
+            raise SourceError("has too many values", code="too-large")
         if isinstance(value, Pairs):
-            return self._dict(value, depth)
+            return self._dict(value)
         if isinstance(value, PickledObject):
-            return self._call_result(value, depth)
+            return self._call_result(value)
         if isinstance(value, list | tuple) and not isinstance(value, Name):
-            return type(value)(self.of(item, depth + 1) for item in value)
+            return type(value)(map(self.of, value))
         return value
 
-    def _dict(self, pairs: Pairs, depth: int) -> dict[Any, Any]:
+    def _dict(self, pairs: Pairs) -> dict[Any, Any]:
         result = {}
         for key, item in pairs.items():
-            plain = self.of(key, depth + 1)
+            plain = self.of(key)
             if not _is_key(plain):
                 raise SourceError("has a dict with a key that is neither text nor a number", code="unsupported-object")
-            result[plain] = self.of(item, depth + 1)
+            result[plain] = self.of(item)
         return result
 
-    def _call_result(self, record: PickledObject, depth: int) -> Any:
+    def _call_result(self, record: PickledObject) -> Any:
         """Return the plain value that a call would create, or the record of an unsupported call."""
         result: object = record
         for item in (record, *(record.arguments if isinstance(record.arguments, tuple) else ())):
@@ -197,13 +187,13 @@ class _Plain:
                 raise SourceError(f"has a value of the unsupported kind {item.name}", code="unsupported-object")
         match record.name, record.arguments:
             case "Namespace", _ if isinstance(record.state, Pairs):
-                result = self._dict(record.state, depth)
-            case "OrderedDict", ():
-                result = self._dict(record.items or Pairs(), depth)
+                result = self._dict(record.state)
+            case "OrderedDict", () if isinstance(items := record.items or Pairs(), Pairs):
+                result = self._dict(items)
             case "Size", ((list() | tuple()) as items,):
-                result = tuple(self.of(item, depth + 1) for item in items)
+                result = tuple(map(self.of, items))
             case (("set" | "frozenset"), ((list() | tuple()) as items,)):
-                plain_items = [self.of(item, depth + 1) for item in items]
+                plain_items = list(map(self.of, items))
                 result = set(plain_items) if all(map(_is_key, plain_items)) else record
             case "encode", (str() as text, "latin1"):  # as protocol 2 has bytes
                 with suppress(UnicodeEncodeError):
@@ -226,31 +216,19 @@ def _is_key(value: object) -> bool:
     return value is None or type(value) in {bool, str, bytes} or (type(value) is float and isfinite(value))
 
 
-def _written(value: object) -> Iterator[str]:
-    """Yield a value as Python writes it, piece by piece; long texts are cut."""
+def _written(value: object) -> str:
+    """Write a value as Python does; long texts and containers are cut."""
     if isinstance(value, PickledObject):
         value = value.made_by if isinstance(value.made_by, Name) else Name("", "record")
     if isinstance(value, Name):
-        yield f"<{value.module}.{value.name}>".replace("<.", "<")
-    elif isinstance(value, TensorSpec):
-        yield f"tensor {value.dtype} {shape_text(value.shape)}"
-    elif isinstance(value, dict):
-        yield "{"
-        for number, (key, item) in enumerate(value.items()):
-            yield f"{', ' if number else ''}"
-            yield from _written(key)
-            yield ": "
-            yield from _written(item)
-        yield "}"
-    elif isinstance(value, list | tuple | set) and value:
-        yield "[" if isinstance(value, list) else "(" if isinstance(value, tuple) else "{"
-        yield from _joined(value)
-        yield "]" if isinstance(value, list) else "}" if isinstance(value, set) else ",)" if len(value) == 1 else ")"
-    else:
-        yield repr(value[:_LONGEST] if isinstance(value, str | bytes) else value)
-
-
-def _joined(values: Iterable[object]) -> Iterator[str]:
-    for number, item in enumerate(values):
-        yield ", " if number else ""
-        yield from _written(item)
+        return f"<{value.module}.{value.name}>".replace("<.", "<")
+    if isinstance(value, TensorSpec):
+        return f"tensor {value.dtype} {shape_text(value.shape)}"
+    if isinstance(value, dict):
+        pairs = islice(value.items(), _LONGEST)
+        return f"{{{', '.join(f'{_written(key)}: {_written(item)}' for key, item in pairs)}}}"
+    if isinstance(value, list | tuple | set) and value:
+        items = ", ".join(map(_written, islice(value, _LONGEST)))
+        begin, end = {list: ("[", "]"), tuple: ("(", ")"), set: ("{", "}")}[type(value)]
+        return f"{begin}{items}{',' if type(value) is tuple and len(value) == 1 else ''}{end}"
+    return repr(value[:_LONGEST] if isinstance(value, str | bytes) else value)

@@ -3,10 +3,10 @@
 Python's unpickler follows the instructions. `_Scan` stands between it and the file: it reads the file in pieces, checks
 each instruction, counts what it makes, and passes the piece on with a few instructions replaced:
 
-* a dict becomes `Pairs`, a list of its keys and values, and a set becomes a list. Python would hash the keys, which
+* a dict becomes `Pairs`, a list of its keys and values, and a set a call with a list. Python would hash the keys, which
   takes for ever if many hashes are equal, or if a hundred tuples each hold the previous one twice;
-* a new object becomes a call of a `Name`, which returns a `PickledObject`: the name, arguments and state of an object;
-* a long text or value becomes a record of its length;
+* a new object becomes a `PickledObject`: the name, arguments and state of an object, as of a call;
+* a long text or value becomes a record of its length, unless it is to be kept;
 * each piece becomes a frame; the file's own frames are dropped.
 
 A file that holds only lists, calls, names or numbers could take minutes and all memory. So the number of values is
@@ -30,7 +30,7 @@ from reshard.core.storage.small import is_text
 from reshard.errors import SourceError, bytes_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 MOST_BYTES = 1 << 28  # of a file; the metadata of a model of 10^12 parameters have 10^8
 _MOST_OBJECTS = 10 << 20  # of some 100 bytes; also 64 bytes of a text, or 4 places on the stack and in the memo
@@ -43,24 +43,24 @@ _PIECE = 1 << 17
 
 # instructions that are passed on as they are
 _PLAIN = rb"(?:[()N\x88\x89\x85-\x87t\]aesuRb\x93\x94]++|[Khq].|M..|[Jj].{4}|G.{8}|r..[\0-\x3f]\0)"
-_NEW_OBJECT, _NEW_RECORD = b"\x81\x94}\x94(", b"R\x94NQ\x94("  # and its attributes
+_NEW_OBJECT, _NEW_RECORD = b"\x81\x94}\x94(", b"\x86Q\x94NQ\x94("  # and its attributes
 _RUN = re.compile(rb"(?:%b|%b)*+" % (_PLAIN, re.escape(_NEW_OBJECT)), re.DOTALL)
 _BETWEEN = re.compile(rb"(%b*+)%b" % (_PLAIN, re.escape(_NEW_OBJECT)), re.DOTALL)
 _MAKES = b"]Qt\x85\x86\x87R\x93ue"  # instructions that make an object, or take as long
 _PUSHES = b"(N\x88\x89)KMJGhj\x94qr"  # that take a place on the stack or in the memo
 _INSTANCES = b"\x81Q"
-_REPLACED = {  # objects, dicts, sets, references to data outside
-    0x81: b"R",
+_REPLACED = {  # objects, dicts, sets, references to data outside; `_Unpickler.persistent_load` tells them apart
+    0x81: b"\x86Q",
     ord("}"): b"NQ",
-    0x8F: b"]",
+    0x8F: b"\x88Q",
     0x90: b"e",
-    0x91: b"l",
+    0x91: b"lQ",
     ord("Q"): b"\x85Q",
 }
-_STOP, _FRAME, _OUTSIDE, _GLOBAL, _PUT, _BYTEARRAY8, _BINBYTES8 = b".\x95Qcr\x96\x8e"
+_STOP, _FRAME, _OUTSIDE, _GLOBAL, _PUT = b".\x95Qcr"
 _TEXTS = {0x8C: 1, ord("X"): 4, 0x8D: 8}  # with the bytes of the length that follows
 _LONGS = {0x8A: 1, 0x8B: 4}
-_WIDTHS = _TEXTS | _LONGS | {ord("C"): 1, ord("B"): 4, _BINBYTES8: 8, _BYTEARRAY8: 8}
+_WIDTHS = _TEXTS | _LONGS | {ord("C"): 1, ord("B"): 4, 0x8E: 8}
 _NAMES = re.compile(rb"c[^\n]{1,4096}\n[^\n]{1,4096}\n")
 _LONGER = b"KhqMJjGr" + bytes([*_WIDTHS, _FRAME, _GLOBAL])  # instructions that may be cut off
 _DAMAGED = (pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError)
@@ -75,6 +75,9 @@ class Name(NamedTuple):
     def __call__(self, *arguments: object) -> PickledObject:
         """Return a record of a call."""
         return PickledObject(self, arguments)
+
+
+_SET, _FROZEN_SET = Name("builtins", "set"), Name("builtins", "frozenset")
 
 
 class Pairs(list[Any]):
@@ -99,18 +102,21 @@ class PickledObject:
     """An object that is not created, or a call that is not made.
 
     Attributes:
-        made_by: the class or function.
-        arguments: the arguments of the call.
+        made_by: the class or function; None for a reference to data outside of the pickle.
+        arguments: the arguments of the call, or the key of the reference.
         state: the state of the object, or None.
-        items: items of the object, as of a list, or keys and values in turn; None without items.
+        items: items of the object: a list, or keys and values in turn; None without items.
+        is_new: the object is created without a call of its class.
     """
 
-    __slots__ = ("arguments", "items", "made_by", "state")
+    __slots__ = ("arguments", "is_new", "items", "made_by", "state")
 
-    def __init__(self, made_by: object, arguments: object) -> None:
-        self.made_by, self.arguments = made_by, arguments
-        self.state: object = None
-        self.items: Pairs | None = None
+    def __init__(self, made_by: object, arguments: object, *, state: object = None, is_new: bool = False) -> None:
+        self.made_by = made_by
+        self.arguments: Any = arguments
+        self.state = state
+        self.items: list[Any] | None = None
+        self.is_new = is_new
 
     def __setstate__(self, state: object) -> None:
         """Keep the state."""
@@ -124,13 +130,20 @@ class PickledObject:
 
     def __setitem__(self, key: object, value: object) -> None:
         """Add a key and its value to the items."""
-        self.extend((key, value))
-
-    def extend(self, values: Iterable[object]) -> None:
-        """Add items."""
         if self.items is None:
             self.items = Pairs()
-        list.extend(self.items, values)
+        if type(self.items) is not Pairs:
+            raise TypeError("keys of an object with items")
+        list.extend(self.items, (key, value))
+
+    def extend(self, values: Iterable[object]) -> None:
+        """Add items; those of a set are in its arguments."""
+        if self.made_by == _SET:
+            self.arguments[0].extend(values)
+            return
+        if self.items is None:
+            self.items = []
+        self.items.extend(values)
 
     @property
     def name(self) -> str:
@@ -143,16 +156,22 @@ class PickledObject:
 
     def fields(self, *names: str) -> list[Any]:
         """Return attributes from the state, None for a missing one. Fast if they are in this order."""
-        values = [None] * len(names)
+        values: list[Any] = [None] * len(names)
         for part in self.state[1::-1] if type(self.state) is tuple else (self.state,):
             if type(part) is Pairs:
                 keys = tuple(part[: 2 * _MOST_ATTRIBUTES : 2])
                 if keys == names[: len(keys)] and type(self.state) is not tuple:
                     return part[1::2] + values[len(keys) :]
-                for position, name in enumerate(names):
-                    if name in keys:
-                        values[position] = part[2 * keys.index(name) + 1]
+                for position in (number for number, name in enumerate(names) if name in keys):
+                    values[position] = part[2 * keys.index(names[position]) + 1]
         return values
+
+
+def parts_of(value: object) -> Sequence[Any]:
+    """Return the values in a list, a tuple, a dict or an object; none for another value."""
+    if isinstance(value, PickledObject):
+        return value.made_by, value.arguments, value.state, value.items
+    return value if isinstance(value, list | tuple) else ()
 
 
 class Readable(Protocol):
@@ -200,42 +219,35 @@ def numbers(value: object, most: int = MOST_DIMS) -> tuple[int, ...]:
     raise SourceError(f"has {describe(value)} for a shape or offsets; expected whole numbers", code="bad-shape")
 
 
-def unpickled(reader: Readable, expected: str, *, outside: bool = False) -> Any:
+def unpickled(reader: Readable, expected: str, *, outside: bool = False, keeps: bool = False) -> Any:
     """Return the value of a pickle as plain data and records.
 
     Args:
         reader: the file.
         expected: the expected content, for messages.
         outside: allow references to data outside of the pickle (persistent ids), which become records without a name.
+        keeps: keep long texts and values.
 
     Raises:
         SourceError: it is not a pickle, has an instruction that Python's pickler does not write, or exceeds a limit.
     """
-    if reader.size > MOST_BYTES:
-        _refuse(reader, expected, f"has {bytes_text(reader.size)}; at most {bytes_text(MOST_BYTES)} are taken", 0)
-    first = first_unpickled(reader, expected, outside=outside)
+    first = first_unpickled(reader, expected, outside=outside, keeps=keeps)
     if first.nbytes != reader.size:
         _refuse(reader, expected, "goes on behind its end", first.nbytes)
     return first.value
 
 
 class FirstPickle(NamedTuple):
-    """The first pickle of a file of several.
-
-    Attributes:
-        value: its value.
-        nbytes: its length.
-        references: its references to data outside of the pickle, in order.
-    """
+    """The value of the first pickle of several, its length, and its references to data outside of it, in order."""
 
     value: Any
     nbytes: int
     references: tuple[PickledObject, ...]
 
 
-def first_unpickled(reader: Readable, expected: str, *, outside: bool = False) -> FirstPickle:
+def first_unpickled(reader: Readable, expected: str, *, outside: bool = False, keeps: bool = False) -> FirstPickle:
     """Return the first pickle of a file, which others may follow; arguments and errors as for `unpickled`."""
-    scan = _Scan(reader, expected, outside=outside)
+    scan = _Scan(reader, expected, outside=outside, longest=MOST_BYTES if keeps else _LONGEST)
     unpickler = _Unpickler(scan)
     try:
         first, values = unpickler.load()
@@ -253,11 +265,7 @@ def _refuse(reader: Readable, expected: str, why: str, at: int) -> NoReturn:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Python's unpickler, which imports nothing.
-
-    Attributes:
-        references: the references to data outside of the pickle.
-    """
+    """Python's unpickler, which imports nothing; it lists the references to data outside of the pickle."""
 
     def __init__(self, scan: _Scan) -> None:
         super().__init__(scan)
@@ -269,22 +277,36 @@ class _Unpickler(pickle.Unpickler):
         return Name(module, name)
 
     def persistent_load(self, key: Any) -> Pairs | PickledObject:
-        """Return a dict for None and a long value for a text, as `_Scan` writes; others are in tuples."""
+        """Return what `_Scan` replaced: an object or a reference (a tuple), a dict (None), a set, or a long value."""
+        if type(key) is tuple and len(key) == 2:
+            if type(key[0]) is not Name or type(key[1]) is not tuple:
+                raise TypeError("an object without a class")
+            new = PickledObject(*key)
+            new.is_new = True
+            return new
         if key is None:
             return Pairs()
-        if isinstance(key, str):
+        if key is True:
+            return PickledObject(_SET, ([],))
+        if type(key) is list:
+            return PickledObject(_FROZEN_SET, (key,))
+        if type(key) is str:
             return PickledObject(Name("", key), ())
         self.references.append(PickledObject(None, *key))
         return self.references[-1]
 
 
 class _Scan:
-    """A pickle as `pickle.Unpickler` reads it: in pieces, checked and with some instructions replaced."""
+    """A pickle as `pickle.Unpickler` reads it: in pieces, checked and with some instructions replaced.
 
-    def __init__(self, reader: Readable, expected: str, *, outside: bool) -> None:
-        self._reader, self._expected, self._outside = reader, expected, outside
-        self._at = self._skipped = 0  # the next byte to be checked; bytes of long texts
-        self._objects = self._pushed = self._instances = 0
+    Attributes:
+        nbytes: the number of bytes that were checked: the length of the pickle, once it is read.
+    """
+
+    def __init__(self, reader: Readable, expected: str, *, outside: bool, longest: int) -> None:
+        self._reader, self._expected, self._outside, self._longest = reader, expected, outside, longest
+        self.nbytes = self._skipped = 0  # of long texts
+        self._objects = self._instances = 0
         self._pieces = self._checked()
         self._piece = io.BytesIO()
 
@@ -301,12 +323,7 @@ class _Scan:
         return b""
 
     def refuse(self, why: str) -> NoReturn:
-        _refuse(self._reader, self._expected, why, self._at)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the number of bytes that were checked: the length of the pickle, once it is read."""
-        return self._at
+        _refuse(self._reader, self._expected, why, self.nbytes)
 
     def _checked(self) -> Iterator[bytes]:
         """Yield the pickle, frame by frame.
@@ -314,8 +331,7 @@ class _Scan:
         The instructions around it make (None, (value,)) if one value is left on the stack. More values or marks give
         another result, or an error.
         """
-        reader = self._reader
-        start = reader.upto(0, 2)
+        start = self._reader.upto(0, 2)
         if len(start) < 2:
             self.refuse("ends early; was saving it interrupted?")
         if start[0] != 0x80:
@@ -323,25 +339,23 @@ class _Scan:
         if not 2 <= start[1] <= 5:
             self.refuse(f"is of protocol {start[1]}; expected 2 to 5")
         yield b"\x80\x05N("
-        self._at = 2
+        self.nbytes = 2
         buffer, is_last = b"", False
         while not is_last:
-            content = reader.upto(self._at + len(buffer), _PIECE)
+            content = self._reader.upto(self.nbytes + len(buffer), max(_PIECE, len(buffer)))
             buffer += content
-            begin = self._at
+            begin = self.nbytes
             piece, is_last = self._follow(buffer)
-            if self._at == begin and (not content or len(buffer) > _LONGEST + _PIECE):
+            if self.nbytes == begin and (not content or len(buffer) > self._longest + _PIECE):
                 self.refuse("ends early, or has a name that is too long; was saving it interrupted?")
-            buffer = buffer[self._at - begin :]
+            buffer = buffer[self.nbytes - begin :]
             self._compare()
-            if self._at > MOST_BYTES:
-                self.refuse(f"has more than {bytes_text(MOST_BYTES)}, which are taken at most")
             yield b"\x95%b%b" % (len(piece).to_bytes(8, "little"), piece)
         yield b"t\x86."
 
     def _follow(self, buffer: bytes) -> tuple[bytes, bool]:
         """Return the complete instructions of a buffer, and whether STOP is among them."""
-        begin, at, is_last = self._at, 0, False
+        begin, at, is_last = self.nbytes, 0, False
         parts: list[bytes] = []
         while at < len(buffer) and not is_last:
             match = _RUN.match(buffer, at)
@@ -351,22 +365,21 @@ class _Scan:
                 self._instances += len(plain) - 1
                 self._count(parts[-1])
                 at = match.end()
-            else:
-                self._at = begin + at
-                instruction = self._instruction(buffer, at)
-                if instruction is None:
-                    break
-                is_last = buffer[at] == _STOP
-                parts.append(instruction[0])
-                at = instruction[1]
-        self._at = begin + at
+                continue
+            self.nbytes = begin + at
+            code = buffer[at]
+            instruction = self._content(buffer, at) if code in _WIDTHS else self._instruction(buffer, at)
+            if instruction is None:
+                break
+            is_last = code == _STOP
+            part, at = instruction
+            parts.append(part)
+        self.nbytes = begin + at
         return b"".join(parts), is_last
 
     def _instruction(self, buffer: bytes, at: int) -> tuple[bytes, int] | None:
         """Return the instruction to pass on, and the offset of the next; None if the buffer ends before."""
         code = buffer[at]
-        if code in _WIDTHS:
-            return self._content(buffer, at, at + 1 + _WIDTHS[code])
         part, end = _REPLACED.get(code, b""), at + 1
         self._objects += 1
         self._instances += code in _INSTANCES
@@ -388,44 +401,46 @@ class _Scan:
             return None
         return (part, end) if end <= len(buffer) else None
 
-    def _content(self, buffer: bytes, at: int, begin: int) -> tuple[bytes, int] | None:
-        """Return an instruction with a text or value whose content starts at `begin`; see `_instruction`."""
-        code, length = buffer[at], int.from_bytes(buffer[at + 1 : begin], "little")
-        end = begin + length
+    def _content(self, buffer: bytes, at: int) -> tuple[bytes, int] | None:
+        """Return an instruction with a text or value; see `_instruction`."""
+        code = buffer[at]
+        begin = at + 1 + _WIDTHS[code]
         if begin > len(buffer):
             return None
+        length = int.from_bytes(buffer[at + 1 : begin], "little")
+        end = begin + length
+        self._objects += 1
         if code in _LONGS and length > _WIDEST:
             self.refuse(f"has an integer of {length:,} bytes; at most {_WIDEST} are taken")
-        if length > _LONGEST:
-            if length > self._reader.size - self._at:
-                self.refuse(f"has a text or value of {length:,} bytes, which end behind it")
+        if length > self._reader.size - self.nbytes:
+            self.refuse(f"ends early, within a text or value of {length:,} bytes")
+        if length > self._longest:
             self._skipped += length
             text = f"{bytes_text(length)} of text or bytes".encode()
-            part = b"\x8c%c%bQ" % (len(text), text)
-        elif end > len(buffer):
+            return b"\x8c%c%bQ" % (len(text), text), end
+        if end > len(buffer):
             return None
-        else:
-            self._objects += length // 64
-            part = b"%c%b" % (_BINBYTES8 if code == _BYTEARRAY8 else code, buffer[at + 1 : end])
-            if code in _TEXTS:
-                try:
-                    buffer[begin:end].decode()
-                except UnicodeDecodeError:
-                    self.refuse("has a text that is not UTF-8")
-        self._objects += 1
-        return part, end
+        self._objects += min(length, _LONGEST) // 64
+        if code in _TEXTS:
+            try:
+                buffer[begin:end].decode()
+            except UnicodeDecodeError:
+                self.refuse("has a text that is not UTF-8")
+        return buffer[at:end], end
 
     def _count(self, plain: bytes) -> None:
-        """Count objects and pushes. Arguments may look like instructions, so the counts are upper bounds."""
+        """Count objects, and pushes as quarters. Arguments may look like instructions: the counts are upper bounds."""
         self._objects += len(plain) - len(plain.translate(None, _MAKES))
-        self._pushed += len(plain) - len(plain.translate(None, _PUSHES))
+        self._objects += (len(plain) - len(plain.translate(None, _PUSHES))) // 4
 
     def _compare(self) -> None:
         """Compare the counts with limits, with the number of instances, and that with the bytes so far."""
         most = min(_MOST_OBJECTS, _FREE_OBJECTS + _OBJECTS_PER_INSTANCE * self._instances)
-        most_instances = _FREE_INSTANCES + (self._at - self._skipped) // _BYTES_PER_INSTANCE
-        if self._objects > most or self._pushed > 4 * most or self._instances > most_instances:
+        most_instances = _FREE_INSTANCES + (self.nbytes - self._skipped) // _BYTES_PER_INSTANCE
+        if self._objects > most or self._instances > most_instances:
             self.refuse("has more values than a description of tensors needs")
+        if self.nbytes > MOST_BYTES:
+            self.refuse(f"has more than {bytes_text(MOST_BYTES)}, which are taken at most")
 
     def _refuse_instruction(self, code: int) -> NoReturn:
         from pickletools import opcodes  # not on every start

@@ -23,8 +23,8 @@ from reshard.core.layout.axes import row_major
 from reshard.core.model.entries import Crc
 from reshard.errors import UsageError
 from reshard.kits.torch.archive import LARGE, ending
-from reshard.kits.torch.pickles import Name
-from reshard.kits.torch.pickling import Call, Persistent, pickled
+from reshard.kits.torch.pickles import Name, PickledObject
+from reshard.kits.torch.pickling import pickled
 from reshard.kits.torch.tensors import STORAGES
 
 if TYPE_CHECKING:
@@ -85,31 +85,32 @@ def saved_tensor(dtype: DType, shape: Shape, entries: tuple[tuple[str, int], ...
     """
     tensor = rebuilding(dtype, shape)
     value = {"param": tensor, **dict(entries)} if entries else tensor
-    return saved_storages(pickled(value, 2), {"0": prod(shape) * dtype.itemsize})
+    return saved_storages(pickled(value), {"0": prod(shape) * dtype.itemsize})
 
 
-def rebuilding(dtype: DType, shape: Shape, key: str = "0") -> Call:
+def rebuilding(dtype: DType, shape: Shape, key: str = "0") -> PickledObject:
     """Return the call that makes a tensor of the storage with a key."""
     numel = prod(shape)
     strides = row_major(tuple(max(extent, 1) for extent in shape))
     is_untyped = dtype.name in _UNTYPED
     kind = Name("torch.storage", "UntypedStorage") if is_untyped else Name("torch", f"{_STORAGES[dtype.name]}Storage")
-    storage = Persistent(("storage", kind, key, "cpu", numel * dtype.itemsize if is_untyped else numel))
-    hooks = Call(Name("collections", "OrderedDict"), ())
+    nbytes_or_elements = numel * dtype.itemsize if is_untyped else numel
+    storage = PickledObject(None, ("storage", kind, key, "cpu", nbytes_or_elements))
+    hooks = PickledObject(Name("collections", "OrderedDict"), ())
     dtype_arguments = (Name("torch", dtype.name),) if is_untyped else ()
     function = Name("torch._utils", "_rebuild_tensor_v3" if is_untyped else "_rebuild_tensor_v2")
-    return Call(function, (storage, 0, shape, strides, False, hooks, *dtype_arguments))
+    return PickledObject(function, (storage, 0, shape, strides, False, hooks, *dtype_arguments))
 
 
 @lru_cache(maxsize=64)
 def saved_text(text: str) -> Saved:
     """Return the zip of a text."""
-    return saved_storages(pickled(text, 2), {})
+    return saved_storages(pickled(text), {})
 
 
 def saved_object(value: object) -> bytes:
     """Return the zip of an object that has no tensors."""
-    return b"".join(content for _, content in saved_storages(pickled(value, 2), {}).literals)
+    return b"".join(content for _, content in saved_storages(pickled(value), {}).literals)
 
 
 Parts = list[bytes | int | None]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard.core.layout.axes import row_major
 from reshard.core.layout.block import is_possible, shape_text
@@ -23,7 +23,9 @@ from reshard.errors import SourceError
 from reshard.kits.torch.pickles import Name, PickledObject, describe, numbers
 
 if TYPE_CHECKING:
-    from reshard.core.layout.block import Block, Shape
+    from collections.abc import Mapping
+
+    from reshard.core.layout.block import Shape
     from reshard.dtypes import DType
 
 STORAGES = {
@@ -60,10 +62,9 @@ class Rebuilt:
         extent = self.extent(0, begin)
         return Entry(self.dtype, self.shape, extent.runs, strides=extent.strides)
 
-    def part(self, block: Block) -> Rebuilt:
+    def part(self, start: Shape, shape: Shape) -> Rebuilt:
         """Return a part of the tensor."""
-        first = self.first + sum(map(mul, block.start, self.strides))
-        return replace(self, first=first, shape=block.shape)
+        return replace(self, first=self.first + sum(map(mul, start, self.strides)), shape=shape)
 
     def extent(self, file: int, begin: int) -> Extent:
         """Return the extent of the tensor in file number `file`, with the storage at `begin`."""
@@ -79,8 +80,7 @@ def _storage_extent(tensor: Rebuilt) -> Extent:
     return laid(Extent(0, ((0, tensor.elements * width),)), tensor.first * width, tensor.shape, strides, width)
 
 
-@dataclass(frozen=True, slots=True)
-class PickleBytes:
+class PickleBytes(NamedTuple):
     """The bytes of a pickle, as `unpickled` reads a file."""
 
     path: str
@@ -98,41 +98,57 @@ class PickleBytes:
 
 def rebuilt(value: object) -> Rebuilt:
     """Return the tensor that a pickled call rebuilds; raise `SourceError` if it is not a supported tensor."""
-    name, arguments = "", tuple[Any, ...]()
-    while isinstance(value, PickledObject) and isinstance(value.arguments, tuple):
-        name, arguments = value.name, value.arguments
-        if name == "_rebuild_from_type_v2" and len(arguments) == 4 and isinstance(arguments[0], Name):
-            inner = PickledObject(arguments[0], arguments[2])
-        elif name.startswith("_rebuild_parameter") and arguments:
-            inner = arguments[0]
-        else:
-            break
-        value = inner
-    version = {"_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}.get(name)
-    if version is None or not version <= len(arguments) <= version + 1:
+    name, arguments = _plain_call(value)
+    has_dtype = name == "_rebuild_tensor_v3"
+    count = 7 if has_dtype else 6
+    if not (has_dtype or name == "_rebuild_tensor_v2") or not count <= len(arguments) <= count + 1:
         raise SourceError(
             f"is saved as {describe(name) if name else 'a value'}, not as a plain tensor", code="unsupported-class"
         )
-    if len(arguments) > version and not (isinstance(arguments[-1], list) and not arguments[-1]):
+    if arguments[count:] and not (isinstance(arguments[count], list) and not arguments[count]):
         raise SourceError("is conjugated or negated on loading, which is not supported", code="unsupported-tensor")
-    kind, key, elements = storage_reference(arguments[0])
-    dtype_or_storage = arguments[6] if version == 7 else kind
-    text = dtype_or_storage.name if isinstance(dtype_or_storage, Name) else ""
-    dtype = BY_NAME.get(text if version == 7 else STORAGES.get(text.removesuffix("Storage"), ""))
-    if dtype is None:
-        raise SourceError(
-            f"has PyTorch's dtype {text.removesuffix('Storage')!r:.60}, which no other format has",
-            code="unsupported-dtype",
-        )
-    shape, strides, (first, count) = numbers(arguments[2]), numbers(arguments[3]), numbers((arguments[1], elements))
+    kind, key, size = storage_reference(arguments[0])
+    dtype = _dtype(arguments[6]) if has_dtype else _dtype(kind, storages=STORAGES)
+    shape, strides, (first, elements) = numbers(arguments[2]), numbers(arguments[3]), numbers((arguments[1], size))
+    if has_dtype:  # an untyped storage counts bytes
+        elements //= dtype.itemsize
     if len(shape) != len(strides) or not is_possible(shape):
         raise SourceError(f"has shape {shape_text(shape)} and strides {shape_text(strides)}", code="bad-shape")
     last = first + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-    if version == 7:
-        count //= dtype.itemsize
-    if prod(shape) and last >= count:
+    if prod(shape) and last >= elements:
         raise SourceError("reaches beyond its storage", code="out-of-range")
-    return Rebuilt(dtype, b"data/" + key.encode(), count, first, shape, strides)
+    return Rebuilt(dtype, b"data/" + key.encode(), elements, first, shape, strides)
+
+
+def without_parameter(value: object) -> object:
+    """Return the tensor in a parameter, or another value as it is."""
+    while isinstance(value, PickledObject) and value.name.startswith("_rebuild_parameter") and arguments_of(value):
+        value = arguments_of(value)[0]
+    return value
+
+
+def arguments_of(value: object) -> tuple[Any, ...]:
+    """Return the arguments of a pickled call; empty for other values."""
+    return value.arguments if isinstance(value, PickledObject) and isinstance(value.arguments, tuple) else ()
+
+
+def _plain_call(value: object) -> tuple[str, tuple[Any, ...]]:
+    """Return the function that rebuilds a tensor of no class of its own, and the arguments."""
+    while isinstance(value := without_parameter(value), PickledObject):
+        arguments = arguments_of(value)
+        if value.name != "_rebuild_from_type_v2" or len(arguments) != 4 or not isinstance(arguments[0], Name):
+            return value.name, arguments
+        value = PickledObject(arguments[0], arguments[2])
+    return "", ()
+
+
+def _dtype(name: object, *, storages: Mapping[str, str] | None = None) -> DType:
+    """Return a dtype by its name, or by the name of a storage of its elements."""
+    text = name.name.removesuffix("Storage") if isinstance(name, Name) else ""
+    dtype = BY_NAME.get(text if storages is None else storages.get(text, ""))
+    if dtype is None:
+        raise SourceError(f"has PyTorch's dtype {text!r:.60}, which no other format has", code="unsupported-dtype")
+    return dtype
 
 
 def storage_reference(value: object) -> tuple[object, str, object]:
@@ -140,10 +156,8 @@ def storage_reference(value: object) -> tuple[object, str, object]:
 
     Before PyTorch 1.6 a reference has another item: the part of another storage, if it is not None.
     """
-    outside = value.arguments if isinstance(value, PickledObject) and not value.name else ()
-    if not (isinstance(outside, tuple) and len(outside) in {5, 6} and outside[0] == "storage"):
-        raise SourceError("has no storage", code="bad-tensor")
-    _, kind, key, _, elements, *part = outside
-    if not isinstance(key, str) or part not in ([], [None]):
-        raise SourceError("has no storage of its own", code="bad-tensor")
-    return kind, key, elements
+    key = value.arguments if isinstance(value, PickledObject) and value.made_by is None else None
+    match key:
+        case ("storage", kind, str() as name, _, elements) | ("storage", kind, str() as name, _, elements, None):
+            return kind, name, elements
+    raise SourceError("has no storage of its own", code="bad-tensor")

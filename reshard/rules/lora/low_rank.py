@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,20 +36,6 @@ _TILES_BYTES = 16  # for each element of a row of tiles: the product twice, and 
 _COPY_BYTES = 1 << 20  # the rows of a copy that are compared at once
 
 
-class Added(NamedTuple):
-    """A product in a weight.
-
-    Attributes:
-        pair: its matrices.
-        start: the position of its first element in the weight; negative if the weight has only a part of it.
-        transposed: the product is transposed.
-    """
-
-    pair: Pair
-    start: tuple[int, int]
-    transposed: bool
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
     """A weight with an adapter.
@@ -63,7 +49,7 @@ class LowRank:
 
     name: str
     matrices: Matrices
-    products: tuple[Added, ...]
+    products: tuple[Pair, ...]
     copies: tuple[Copy, ...]
 
     @property
@@ -90,8 +76,8 @@ class LowRank:
             box = Block(starts, tuple(a + b for a, b in zip(starts, inner.shape, strict=True)))
             for copy in self.copies:
                 self._compare(path, copy, box, part)
-            for added in self.products:
-                self._add(added, box, part)
+            for pair in self.products:
+                self._add(pair, box, part)
 
     def _compare(self, path: str, copy: Copy, box: Block, part: NDArray[Any]) -> None:
         """Compare a box with the adapter's copy, bit for bit."""
@@ -113,17 +99,11 @@ class LowRank:
                     facts=[f"the copy is in {adapter.file.path}", "the adapter was trained on another model"],
                 )  # fmt: skip
 
-    def _add(self, added: Added, box: Block, part: NDArray[Any]) -> None:
+    def _add(self, pair: Pair, box: Block, part: NDArray[Any]) -> None:
         """Add a product to a box."""
-        pair, start = added.pair, added.start
-        shape = pair.shape[::-1] if added.transposed else pair.shape
-        common = box & Block(start, (start[0] + shape[0], start[1] + shape[1]))
-        if common is None:
-            return
-        target = part[common.within(box)]
-        row, column = (a - b for a, b in zip(common.start, start, strict=True))
-        if added.transposed:
-            target, row, column = target.T, column, row
+        target, (row, column) = part, box.start
+        if pair.transposed:
+            target, row, column = part.T, column, row
         _add_product(target, row, column, *self.matrices.of(pair), pair.scale)
 
 

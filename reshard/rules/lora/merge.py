@@ -14,9 +14,9 @@ from reshard.expressions.computed import computed
 from reshard.expressions.in_place import InPlace
 from reshard.expressions.operand import Operand
 from reshard.rules.lora.adapter import read_adapter
-from reshard.rules.lora.low_rank import Added, LowRank, Matrices
+from reshard.rules.lora.low_rank import LowRank, Matrices
 from reshard.rules.lora.parts import Copy, Pair
-from reshard.rules.lora.tied import place, resolve
+from reshard.rules.lora.tied import resolve, sharing
 from reshard.strategy.names import no_match
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def merge(source: Checkpoint, adapter: Adapter, lora: LoRA) -> Checkpoint:
 
 def _of_weights(
     source: Checkpoint, resolved: Resolved, adapter: Adapter
-) -> tuple[dict[str, list[Added]], dict[str, list[Copy]]]:
+) -> tuple[dict[str, list[Pair]], dict[str, list[Copy]]]:
     """Return the products that are added to each weight, and the copies that it is compared with.
 
     Raises:
@@ -98,7 +98,7 @@ def _of_weights(
     """
     faults = Faults(adapter.file.path)
     tensors = resolved.source.tensors
-    products: dict[str, list[Added]] = {}
+    products: dict[str, list[Pair]] = {}
     copies: dict[str, list[Copy]] = {}
     items: tuple[Pair | Copy, ...] = (*resolved.copies, *resolved.pairs)
     for item in items:
@@ -113,13 +113,11 @@ def _of_weights(
             copies.setdefault(item.weight, []).append(item)
         else:
             try:
-                for name, added in _added(item, resolved, tensors):
-                    products.setdefault(name, []).append(added)
+                for name in sharing(item.weight, resolved):
+                    products.setdefault(name, []).append(item)
             except SourceError as error:
                 faults.add(item_text, error)
     faults.raise_if_any(SourceError)
-    for name in {name for group in resolved.shared for name in group} & products.keys():
-        products[name].sort(key=lambda added: _extent(tensors[added.pair.weight]))
     return products, copies
 
 
@@ -142,8 +140,8 @@ def _no_effect(source: Checkpoint, adapter: Adapter) -> UsageError:
 
 
 def _with_masters(
-    products: Mapping[str, list[Added]], resolved: Resolved, left_out: Mapping[str, Pair]
-) -> tuple[dict[str, list[Added]], list[str]]:
+    products: Mapping[str, list[Pair]], resolved: Resolved, left_out: Mapping[str, Pair]
+) -> tuple[dict[str, list[Pair]], list[str]]:
     """Return products of weights and of their masters, and the masters that have another shape or no float dtype.
 
     Args:
@@ -155,40 +153,18 @@ def _with_masters(
     for weight, masters in resolved.masters.items():
         if weight not in products and weight not in left_out:
             continue
-        added = products.get(weight) or [Added(left_out[weight], (0, 0), left_out[weight].transposed)]
-        first = added[0]
-        shape = first.pair.shape[::-1] if first.transposed else first.pair.shape
+        pairs = products.get(weight) or [left_out[weight]]
+        shape = pairs[0].shape[::-1] if pairs[0].transposed else pairs[0].shape
         for name in masters:
             spec = tensors[name].spec
             if (
                 spec.shape == (tensors[weight].spec.shape if weight in tensors else shape)
                 and spec.dtype.name in _DTYPES
             ):
-                result[name] = added
+                result[name] = pairs
             else:
                 odd.append(name)
     return result, odd
-
-
-def _added(pair: Pair, resolved: Resolved, tensors: Mapping[str, Tensor]) -> list[tuple[str, Added]]:
-    """Return the tensors that a product is added to, and its place in them.
-
-    Raises:
-        SourceError: a tensor shares bytes with the weight in an unsupported way.
-    """
-    added = [(pair.weight, Added(pair, (0, 0), pair.transposed))]
-    group = next((group for group in resolved.shared if pair.weight in group), ())
-    for name in group:
-        if name != pair.weight and (placed := place(tensors[pair.weight], tensors[name])):
-            row, column = placed.start
-            added.append((name, Added(pair, (row, column), pair.transposed != placed.transposed)))
-    return added
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the byte range of the first block of a tensor, by which products are ordered."""
-    runs = tensor.runs[0]
-    return runs[0][0], sum(runs[-1])
 
 
 def _compare_samples(merged: Checkpoint, copies: Mapping[str, object]) -> None:

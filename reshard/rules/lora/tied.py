@@ -4,8 +4,8 @@ PEFT trains the adapter of a tied weight as if the other were separate. Its `mer
 which gives another model than the trained one. The user has to choose. Two weights are tied if they have one storage
 in a file of `torch.save`, if the head is not stored, or if the model's `config.json` says so.
 
-Tensors that share bytes in a file may be tied without being equal, such as a fused weight and its parts: `place` finds
-where one lies in the other.
+Tensors that share bytes in a file may be tied without being equal, such as a fused weight and its parts. These can only
+be untied.
 
 Sources: PEFT 0.21.2, `tuners/tuners_utils.py` (`_check_merge_allowed`), `tuners/lora/model.py` (`_add_targets_to_tie`).
 """
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard.core.layout.axes import row_major
 from reshard.core.storage.places import as_place
 from reshard.errors import Option, SourceError, Text, UsageError, names
 from reshard.rules.lora.conv1d import oriented
@@ -27,9 +25,7 @@ from reshard.strategy.names import optimizer_states, role_of
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from reshard.core.layout.block import Block, Shape
-    from reshard.core.model.checkpoint import Checkpoint, Tensor, TensorSpec
-    from reshard.core.model.entries import Extent
+    from reshard.core.model.checkpoint import Checkpoint
     from reshard.core.model.facts import Extras
     from reshard.rules.lora.parts import Adapter, Copy, Pair
 
@@ -37,9 +33,6 @@ T = TypeVar("T")
 
 _HEAD, _EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _WITH_HEAD = ("ForCausalLM", "ForConditionalGeneration")
-_FAR = 1 << 62
-"""A stride that nothing reaches."""
-
 _SHARING = "torch.save"
 """The only format in which two tensors may have the same bytes."""
 
@@ -154,99 +147,21 @@ def _masters(source: Checkpoint) -> dict[str, list[str]]:
     return masters
 
 
-class PlaceInTensor(NamedTuple):
-    """The place of a tensor in another one that shares its bytes.
-
-    Attributes:
-        start: the position of its first element there; negative if it begins before.
-        transposed: its rows are columns there.
-    """
-
-    start: tuple[int, ...]
-    transposed: bool
-
-
-def place(tensor: Tensor, other: Tensor) -> PlaceInTensor | None:
-    """Return the place of a tensor in another one, or None if they have no element in common.
+def sharing(weight: str, resolved: Resolved) -> tuple[str, ...]:
+    """Return the names of a weight and of the tensors that get its products, as they are the same bytes.
 
     Raises:
-        SourceError: its rows are neither in rows nor in columns of the other one.
+        SourceError: a tensor has only a part of these bytes, or has them in another order.
     """
-    if tensor.shards == other.shards:
-        return PlaceInTensor((0,) * len(tensor.spec.shape), transposed=False)
-    of_file: dict[int, list[tuple[Block, Extent]]] = {}
-    for block, replicas in other.shards:
-        for at in replicas:
-            of_file.setdefault(at.file, []).append((block, at))
-    places = {
-        _place(other.spec, block, at, *there)
-        for block, replicas in tensor.shards
-        for at in replicas
-        for there in of_file.get(at.file, ())
-    }
-    places.discard(None)
-    if len(places) > 1 or (places and tensor.spec.dtype is not other.spec.dtype):
-        raise _unsupported(other.spec.name)
-    return places.pop() if places else None
-
-
-def _place(spec: TensorSpec, block: Block, at: Extent, other: Block, there: Extent) -> PlaceInTensor | None:
-    """Return the place of a tensor in another one, from a block of each in one file; `spec` belongs to the other."""
-    if not (at.runs and there.runs) or at.runs[0][0] >= sum(there.runs[-1]) or there.runs[0][0] >= sum(at.runs[-1]):
-        return None
-    itemsize = spec.dtype.itemsize
-    offset, rest = divmod(at.runs[0][0] - there.runs[0][0], itemsize)
-    own, others = _steps(block, at, itemsize), _steps(other, there, itemsize)
-    transposed = not _fit(own, others)
-    own = own[::-1] if transposed else own
-    if rest or len(others) != 2 or not _fit(own, others):
-        raise _unsupported(spec.name)
-    extents = block.shape[::-1] if transposed else block.shape
-    row_step, column_step = (a or b or _FAR for a, b in zip(own, others, strict=True))
-    turned = row_step < column_step  # the other one lies column by column
-    pitch, step = max(row_step, column_step), min(row_step, column_step)
-    width, wide = other.shape[not turned], extents[not turned]
-    row, column = divmod(offset, pitch)
-    if column >= width:  # it begins before the other one, or outside its columns
-        row, column = row + 1, column - pitch
-        if column + wide <= 0:
-            return None
-    elif step not in {1, _FAR} or column + wide > pitch:
-        raise _unsupported(spec.name)
-    local = (column, row) if turned else (row, column)
-    start = block.start[::-1] if transposed else block.start
-    return PlaceInTensor(tuple(a + b - c for a, b, c in zip(local, other.start, start, strict=True)), transposed)
-
-
-def _steps(block: Block, at: Extent, itemsize: int) -> Shape:
-    """Return the strides of a block in a file, in elements; 0 for extents of 1; empty if there is no such stride.
-
-    >>> from reshard.core.model.entries import Extent
-    >>> from reshard.core.layout.block import Block
-    >>> _steps(Block((0, 0), (2, 3)), Extent(0, ((0, 12), (40, 12))), 4)
-    (10, 1)
-    """
-    shape, begins = block.shape, [begin for begin, _ in at.runs]
-    if at.strides or len(begins) == 1:
-        strides = at.strides or row_major(shape)
-    else:
-        pitches = {after - before for before, after in pairwise(begins)}
-        rows = len(shape) == 2 and len(begins) == shape[0] and {n for _, n in at.runs} == {shape[1] * itemsize}
-        strides = (pitches.pop() // itemsize, 1) if rows and len(pitches) == 1 else ()
-    return tuple(step if extent > 1 else 0 for step, extent in zip(strides, shape, strict=False))
-
-
-def _fit(strides: Shape, others: Shape) -> bool:
-    """Return whether strides are equal, except zeros."""
-    return len(strides) == len(others) and all(a == b or not (a and b) for a, b in zip(strides, others, strict=True))
-
-
-def _unsupported(name: str) -> SourceError:
-    """Return an error for tensors that share bytes in another way."""
-    return SourceError(
-        f"shares bytes with {name}; expected whole rows or columns of it",
-        code="unsupported-strides", hint=Text("give ", Option("lora_tied", "untie")),
-    )  # fmt: skip
+    group = next((group for group in resolved.shared if weight in group), (weight,))
+    tensors = resolved.source.tensors
+    for name in group:
+        if tensors[name].shards != tensors[weight].shards or tensors[name].spec.dtype != tensors[weight].spec.dtype:
+            raise SourceError(
+                f"shares bytes with {name}, which is another tensor", code="unsupported-strides",
+                hint=Text("give ", Option("lora_tied", "untie")),
+            )  # fmt: skip
+    return (weight, *(name for name in group if name != weight))
 
 
 def _with_head(extras: Extras, head: str, embedding: str) -> Extras:
