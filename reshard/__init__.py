@@ -22,6 +22,7 @@ _HOMES = {
     "demo": "api.demos",
     "diff": "api.comparing",
     "Layout": "core.layout.layout",
+    "load": "api.loading",
     "LoRA": "rules.lora",
     "Manifest": "core.verify.manifest",
     "open": "api.checkpoints",
@@ -73,6 +74,7 @@ __all__ = [
     "convert",
     "demo",
     "diff",
+    "load",
     "open",
     "plan",
     "read_plan",
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from reshard.api.comparing import diff
     from reshard.api.conversions import convert
     from reshard.api.demos import demo
+    from reshard.api.loading import load
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify
     from reshard.api.writing import write

@@ -23,31 +23,10 @@ if TYPE_CHECKING:
     from reshard.core.target import Target, TargetBlocks, TargetFile, TargetInputs, TargetTensor, literal
 
 __all__ = [
-    "Block",
-    "BlockList",
-    "Content",
-    "Crc",
-    "FileLayout",
-    "FileNames",
-    "Format",
-    "Found",
-    "Listing",
-    "OpenOptions",
-    "Options",
-    "RangeReader",
-    "RunLayout",
-    "Target",
-    "TargetBlocks",
-    "TargetFile",
-    "TargetInputs",
-    "TargetTensor",
-    "find",
-    "formats",
-    "literal",
-    "named",
-    "option",
-    "register",
-]
+    "Block", "BlockList", "Content", "Crc", "FileLayout", "FileNames", "Format", "Found", "Listing", "OpenOptions",
+    "Options", "RangeReader", "RunLayout", "Target", "TargetBlocks", "TargetFile", "TargetInputs", "TargetTensor",
+    "find", "formats", "literal", "named", "option", "register",
+]  # fmt: skip
 
 BUILT_IN = (
     "formats.zarr", "core.runs", "formats.checkpoint2", "formats.dcp", "formats.deepspeed", "formats.orbax",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from checkpoints import plan_with, tree
 from refusals import refused
-from stopped_runs import stopped
+from samples import slow
 from zarr_stores import FULL, GROUPS, assert_same, source
 
 import reshard
@@ -25,6 +26,7 @@ from reshard.errors import SourceError, TargetError
 from reshard.formats.zarr.layout import ZarrGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 __all__ = ["source"]  # fixtures, for pytest to find
@@ -49,40 +51,87 @@ def test_the_group_is_there_when_all_is(
     assert set(order) == {str(path) for path in store.rglob("*") if path.is_file()}
 
 
+class Killed(BaseException):
+    """Ends a run as a kill does, with no time to clean up."""
+
+
 @pytest.fixture
 def unclean(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed run notes what it wrote, and leaves everything as it is."""
     monkeypatch.setattr(Session, "failed", lambda session, _error, *_changed: session.flush())
 
 
-@pytest.mark.usefixtures("unclean")
+def killed_at(call: int, name: str, run: Callable[[], object]) -> int:
+    """Have a run end at a call of a function of `os`; return how many there were."""
+    real, count = getattr(os, name), 0
+
+    def killing(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise Killed
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, name, killing)
+        if call:
+            with pytest.raises(Killed):
+                run()
+        else:
+            run()
+    return count
+
+
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
-def test_a_run_goes_on_where_one_was_stopped(
-    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: ZarrGroup
+@pytest.mark.parametrize(("name", "share"), [("pwrite", 0.7), slow("pwrite", 1), slow("replace", 0.3), ("replace", 1)])
+@pytest.mark.usefixtures("unclean")
+def test_a_run_goes_on_where_one_was_killed(
+    source: reshard.Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    group: ZarrGroup,
+    name: str,
+    share: float,
 ) -> None:
     """Ranges of plain files, and whole files of any kind; at the end nothing but the store is there."""
     monkeypatch.setattr(budget, "TASK_BYTES", 512)
     plan = plan_with(source, files=group)
-    plan.run(tmp_path / "whole")
+    count = killed_at(0, name, lambda: plan.run(tmp_path / "whole", client="synchronous"))
     store = tmp_path / "z"
-    stopped(plan, store, 4)
+    killed_at(round(share * count), name, lambda: plan.run(store, client="synchronous"))
+    assert (store / ".reshard").is_dir()
     with refused(SourceError, "unfinished", store):
         reshard.open(store)
     report = plan.run(store)
     assert report.resumed + report.bytes_written == plan.stats.bytes_written
+    if not (plan._record.coding and name == "pwrite"):
+        all_there = share == 1 or (name == "replace" and not plan._record.coding)  # what is written last is the group's
+        assert (report.resumed == plan.stats.bytes_written) is all_there
+        assert report.resumed
     assert tree(store) == tree(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("unclean")
 def test_chunks_of_another_coding_are_not_gone_on_with(source: reshard.Checkpoint, tmp_path: Path) -> None:
-    """A plain chunk, which would be at the same path compressed, is not taken for that."""
+    """A plain chunk that has its name already, and would be at the same path compressed, is not taken for that."""
     store = tmp_path / "z"
-    stopped(plan_with(source, files=ZarrGroup(shard_size=0)), store, 1)
-    with refused(TargetError, "other-run", "experts/c.0.0.0", "restart=True"):
+    killed_at(6, "replace", lambda: plan_with(source, files=ZarrGroup(shard_size=0)).run(store))
+    with refused(TargetError, "other-run", "experts/zarr.json", "restart=True"):
         plan_with(source, files=ZarrGroup(shard_size=0, compression="zstd")).run(store)
     plan_with(source, files=ZarrGroup(shard_size=0, compression="zstd")).run(store, restart=True)
     assert_same(reshard.open(store)["layers.0.wo"].compute(), FULL["layers.0.wo"])
     assert not (store / ".reshard").exists()
+
+
+def test_without_a_ledger_nothing_of_an_unfinished_file_stays(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    plan = plan_with(source, files=GROUPS["chunks"])  # of which some go beyond their tensor
+    plan.run(tmp_path / "whole")
+    for file in plan._record.files:
+        path = tmp_path / "z" / unfinished_path(file.path, "0123abcd")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * file.layout.size)
+    plan.run(tmp_path / "z", ledger=False)
+    assert tree(tmp_path / "z") == tree(tmp_path / "whole")
 
 
 def test_making_files_again_leaves_what_is_in_them(source: reshard.Checkpoint, tmp_path: Path) -> None:
@@ -147,3 +196,20 @@ def test_another_store_in_the_way(source: reshard.Checkpoint, tmp_path: Path) ->
     source.to_zarr(tmp_path / "new", selection=Selection(include=("bits",)))
     assert tree(store) == tree(tmp_path / "new")
     assert not [path for path in store.rglob("*") if path.is_dir() and not any(path.iterdir())]
+
+
+@pytest.mark.slow
+def test_a_store_that_is_written_anew_has_no_group_meanwhile(
+    source: reshard.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "z"
+    source.to_zarr(store)
+    real = os.replace
+
+    def replace(old: str, new: str) -> None:
+        assert not (store / "zarr.json").exists()
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", replace)
+    source.to_zarr(store, restart=True)
+    assert_same(reshard.open(store)["bits"].compute().view(np.uint16), FULL["bits"])
