@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sysconfig
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def test_a_state_dict_of_pytorch_is_filled(tmp_path: Path) -> None:
     reshard.write(FULL, tmp_path / "set", to="hf")
     np.savez(tmp_path / "full.npz", **FULL)
     root = str(Path(reshard.__file__).parents[1])
-    path = os.pathsep.join([root, sysconfig.get_paths()["purelib"], "/work/h/venv/lib/python3.11/site-packages"])
+    path = os.pathsep.join([root, *(each for each in sys.path if each.endswith("site-packages"))])
     ran = subprocess.run(
         [PYTHON, "-c", SCRIPT, tmp_path / "set", tmp_path / "full.npz"],
         env={**os.environ, "PYTHONPATH": path}, check=False, capture_output=True, text=True,
