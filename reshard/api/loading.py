@@ -40,7 +40,8 @@ def load(
         target_strategy: which rank is to hold which block, as for `reshard.plan`; None for whole tensors.
         rank: the rank to load.
         into: numpy's arrays, or PyTorch's tensors on the CPU, by name, such as `model.state_dict()`: they are filled in
-            place, each byte once, and values are rounded to their dtypes. By default new arrays of numpy are made.
+            place, each byte once, and values are rounded to their dtypes; of a DTensor the part of this process. By
+            default new arrays of numpy are made.
         strict: refuse names that only the checkpoint or only `into` has; with False they are left as they are.
         threads: the number of threads; by default one for each available processor, and at most 4.
         options: as in `help(reshard.api.options)`: `include`, `exclude`, `weights_only`, `name_map`, `cast`, `drop`,

@@ -1,25 +1,28 @@
 """Load the tensors of a target rank into memory: each byte once, straight into its place.
 
 Arrays that the caller has are filled as they are: numpy's, and PyTorch's tensors in the memory of the processor. They
-may have any strides, and any dtype, to which values are rounded. PyTorch is recognised, and never imported.
+may have any strides, and any dtype, to which values are rounded. Of a DTensor the local part is filled: its mesh and
+its placements say which boxes of the whole tensor it has. PyTorch is recognised, and never imported.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from reshard.compute.boxes import BoxGrid
 from reshard.core.layout.block import Block, shape_text
+from reshard.core.layout.placements import DimShard, device_ranges
 from reshard.core.model.stored import stored_tensor
 from reshard.core.storage.threads import map_ordered
 from reshard.dtypes import by_name
-from reshard.errors import Faults, UsageError
+from reshard.errors import Faults, ReshardError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.core.model.stored import StoredTensor
     from reshard.core.plan.plan import Plan, RankBlock
@@ -32,17 +35,17 @@ PART_BYTES = 8 << 20
 
 
 class _Place(NamedTuple):
-    """Where a tensor goes: an array of the bits of its elements, and the dtype of these."""
+    """Where a block of a tensor goes: an array of the bits of its elements, the dtype of these, and the block."""
 
     bits: Array
     dtype: DType
+    block: Block
 
 
 class _Part(NamedTuple):
-    """A box of a tensor's block, the tensor that it is read from, and its place."""
+    """A box of a block, the tensor that it is read from, and the place of the block."""
 
     stored: StoredTensor
-    block: Block
     box: Block
     place: _Place
 
@@ -75,14 +78,15 @@ def fill(plan: Plan, rank: int, arrays: Mapping[str, Any], *, strict: bool, thre
         for name in arrays.keys() - blocks.keys():
             faults.add(f"tensor {name!r}", "is in `into`, and not in the source", code="no-such-tensor")
     chosen = {name: of for name, of in blocks.items() if name in arrays}
-    places = {name: _place(name, arrays[name], of.block, faults) for name, of in chosen.items()}
+    places = {name: _places(name, arrays[name], of.block, faults) for name, of in chosen.items()}
     faults.raise_if_any(UsageError)
     paths = [file.path for file in plan.source.files]
     parts = [
         part
         for name, of in chosen.items()
-        if (place := places[name]) is not None
-        for part in _parts(_stored(plan, of, paths), of.block, place)
+        for stored in [_stored(plan, of, paths)]
+        for place in places[name]
+        for part in _parts(stored, place)
     ]
     for _ in map_ordered(_fill, _batches(parts), threads):
         pass
@@ -100,9 +104,9 @@ def _stored(plan: Plan, of: RankBlock, paths: Sequence[str]) -> StoredTensor:
     return stored_tensor(tensor, paths, plan.source.coding)
 
 
-def _parts(stored: StoredTensor, block: Block, place: _Place) -> list[_Part]:
-    grid = BoxGrid.of(block.shape, max(PART_BYTES // max(stored.kind.itemsize, 1), 1))
-    return [_Part(stored, block, box, place) for box in grid]
+def _parts(stored: StoredTensor, place: _Place) -> list[_Part]:
+    grid = BoxGrid.of(place.block.shape, max(PART_BYTES // max(stored.kind.itemsize, 1), 1))
+    return [_Part(stored, box, place) for box in grid]
 
 
 def _batches(parts: Sequence[_Part]) -> list[list[_Part]]:
@@ -120,7 +124,7 @@ def _batches(parts: Sequence[_Part]) -> list[list[_Part]]:
 
 
 def _fill(parts: Sequence[_Part]) -> None:
-    for stored, block, box, (bits, dtype) in parts:
+    for stored, box, (bits, dtype, block) in parts:
         ranges = [range(a + r.start, a + r.stop) for a, r in zip(block.start, box.ranges, strict=True)]
         out: Array = bits[(*box.within(Block.whole(box.stop)), ...)]  # type: ignore[arg-type]  # an array for no dimensions, too
         if dtype is stored.kind:
@@ -130,37 +134,80 @@ def _fill(parts: Sequence[_Part]) -> None:
             np.copyto(out.view(dtype.numpy()), stored.read(ranges), casting="unsafe")
 
 
-def _place(name: str, array: Any, block: Block, faults: Faults) -> _Place | None:
-    """Return where a tensor goes in an array of the caller; None after adding a fault."""
+def _places(name: str, array: Any, block: Block, faults: Faults) -> list[_Place]:
+    """Return where a tensor goes in an array of the caller; nothing after adding a fault."""
     where = f"tensor {name!r}"
     shape = tuple(getattr(array, "shape", ()))
-    if isinstance(array, np.ndarray):
-        bits, word = array, array.dtype.name
-    elif (torch := sys.modules.get("torch")) is not None and isinstance(array, torch.Tensor):
-        if hasattr(array, "to_local") or array.device.type != "cpu":
-            what = "a DTensor" if hasattr(array, "to_local") else f"on {array.device}"
-            faults.add(
-                where, f"is {what}; expected a tensor in the memory of the processor", code="wrong-type",
-                hint="load into a tensor on the CPU, and copy from it",
-            )  # fmt: skip
-            return None
-        word = str(array.dtype).removeprefix("torch.").removesuffix("_x2")
-        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        kind = kinds.get(array.element_size())
-        bits = np.empty(()) if kind is None else array.detach().view(kind).numpy()
-        word = "" if kind is None else word
-    else:
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(array, torch.Tensor)
+    if not (is_torch or isinstance(array, np.ndarray)):
         faults.unexpected(where, array, "an array of numpy or a tensor of PyTorch")
-        return None
+        return []
     if shape != block.shape:
         faults.add(where, f"is {shape_text(shape)}; expected {shape_text(block.shape)}", code="wrong-shape")
-        return None
+        return []
+    try:
+        ranges = [[(0, extent)] for extent in shape]
+        if is_torch and hasattr(array, "to_local"):
+            ranges, array = _ranges_of_part(array), array.to_local()
+        bits, dtype = _bits(array, torch) if is_torch else (array, by_name(array.dtype.name, UsageError))
+    except ReshardError as error:
+        faults.add(where, error)
+        return []
     if not bits.flags.writeable:
         faults.add(where, "cannot be written into", code="bad-array")
-        return None
-    try:
-        dtype = by_name(word, UsageError)
-    except UsageError as error:
-        faults.add(where, error)
-        return None
-    return _Place(bits.view(dtype.carrier()), dtype)
+        return []
+    return [
+        _Place(bits.view(dtype.carrier())[(*inside, ...)], dtype, part)  # type: ignore[arg-type]  # of no dimensions, too
+        for part, inside in _boxes(ranges, block)
+    ]
+
+
+def _bits(tensor: Any, torch: Any) -> tuple[Array, DType]:
+    """Return the memory of a tensor of PyTorch as an array, and its dtype.
+
+    Raises:
+        UsageError: it is on another device, or of a dtype that no checkpoint has.
+    """
+    if tensor.device.type != "cpu":
+        raise UsageError(
+            f"is on {tensor.device}; expected a tensor in the memory of the processor", code="wrong-type",
+            hint="load into a tensor on the CPU, and copy from it",
+        )  # fmt: skip
+    dtype = by_name(str(tensor.dtype).removeprefix("torch."), UsageError)
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if (kind := kinds.get(tensor.element_size())) is None:
+        raise UsageError(f"is of {dtype}, which cannot be loaded into PyTorch", code="wrong-type")
+    return tensor.detach().view(kind).numpy(), dtype
+
+
+def _ranges_of_part(tensor: Any) -> list[list[tuple[int, int]]]:
+    """Return the ranges of each dimension that the local part of a DTensor has, in order.
+
+    Raises:
+        UsageError: it has partial sums, or this process is not in its mesh.
+    """
+    mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if at is None:
+        raise UsageError("is a DTensor of a mesh that this process is not in", code="bad-placement")
+    placements: list[DimShard | None] = []
+    for each in tensor.placements:
+        if hasattr(each, "dim"):
+            placements.append(DimShard(each.dim, getattr(each, "split_factor", None)))
+        elif each.is_replicate():
+            placements.append(None)
+        else:
+            raise UsageError(f"is a DTensor with the placement {each}", code="bad-placement")
+    return device_ranges(tuple(mesh.shape), placements, tuple(tensor.shape), tuple(at))
+
+
+def _boxes(ranges: Sequence[Sequence[tuple[int, int]]], block: Block) -> Iterator[tuple[Block, tuple[slice, ...]]]:
+    """Yield the boxes of the whole tensor that ranges stand for, each with its place in their array."""
+    placed = [
+        [*zip(of_dim, accumulate((stop - start for start, stop in of_dim), initial=0), strict=False)]
+        for of_dim in ranges
+    ]
+    for chosen in product(*placed):
+        start = tuple(begin + first for ((begin, _), _), first in zip(chosen, block.start, strict=True))
+        stop = tuple(end + first for ((_, end), _), first in zip(chosen, block.start, strict=True))
+        yield Block(start, stop), tuple(slice(at, at + end - begin) for (begin, end), at in chosen)

@@ -155,15 +155,64 @@ except reshard.UsageError as error:
 """
 
 
+def run_beside(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script with PyTorch and this package."""
+    root = str(Path(reshard.__file__).parents[1])
+    path = os.pathsep.join([root, *(each for each in sys.path if each.endswith("site-packages"))])
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(
+        [PYTHON, "-c", script, *arguments], env=environment, check=False, capture_output=True, text=True
+    )
+
+
+DTENSORS = """
+import sys
+import numpy as np, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import reshard
+full = {name: torch.from_numpy(array) for name, array in np.load(sys.argv[2]).items()}
+LAYOUTS = [
+    ((8,), [Shard(0)]), ((8,), [Shard(1)]), ((8,), [Replicate()]), ((2, 4), [Replicate(), Shard(0)]),
+    ((2, 4), [Shard(0), Shard(1)]), ((2, 4), [Shard(0), Shard(0)]),
+    ((2, 4), [_StridedShard(0, split_factor=4), Shard(0)]), ((2, 4), [Shard(1), _StridedShard(0, split_factor=3)]),
+]
+count = 0
+for rank in range(8):
+    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    for extents, placements in LAYOUTS:
+        mesh = init_device_mesh("cpu", extents)
+        parts = {n: distribute_tensor(t.clone(), mesh, placements, src_data_rank=None) for n, t in full.items()}
+        expected = {name: part.to_local().clone() for name, part in parts.items()}
+        for part in parts.values():
+            part.to_local().zero_()
+        reshard.load(sys.argv[1], into=parts)
+        for name, part in parts.items():
+            assert torch.equal(part.to_local(), expected[name]), (rank, placements, name)
+            count += part.to_local().numel()
+    dist.destroy_process_group()
+print(count)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not PYTHON, reason="RESHARD_TORCH_PYTHON names no Python that has PyTorch")
+def test_the_parts_of_dtensors_are_filled(tmp_path: Path) -> None:
+    """Those of FSDP2, with tensor parallelism too, cut by PyTorch itself."""
+    full = numbers({"even": (16, 8), "odd": (13, 7), "small": (3, 2), "three": (5, 6, 4)})
+    reshard.write(full, tmp_path / "set", to="hf")
+    np.savez(tmp_path / "full.npz", **full)
+    ran = run_beside(DTENSORS, tmp_path / "set", tmp_path / "full.npz")
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 2 * sum(array.size for array in full.values())
+
+
 @pytest.mark.torch
 @pytest.mark.skipif(not PYTHON, reason="RESHARD_TORCH_PYTHON names no Python that has PyTorch")
 def test_a_state_dict_of_pytorch_is_filled(tmp_path: Path) -> None:
     reshard.write(FULL, tmp_path / "set", to="hf")
     np.savez(tmp_path / "full.npz", **FULL)
-    root = str(Path(reshard.__file__).parents[1])
-    path = os.pathsep.join([root, *(each for each in sys.path if each.endswith("site-packages"))])
-    ran = subprocess.run(
-        [PYTHON, "-c", SCRIPT, tmp_path / "set", tmp_path / "full.npz"],
-        env={**os.environ, "PYTHONPATH": path}, check=False, capture_output=True, text=True,
-    )  # fmt: skip
+    ran = run_beside(SCRIPT, tmp_path / "set", tmp_path / "full.npz")
     assert (ran.returncode, ran.stdout.strip()) == (0, "wrong-type"), ran.stderr
