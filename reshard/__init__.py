@@ -22,7 +22,7 @@ _HOMES = {
     "demo": "api.demos",
     "diff": "api.comparing",
     "Layout": "core.layout.layout",
-    "load": "api.loading",
+    "load": "api.conversions",
     "LoRA": "rules.lora",
     "Manifest": "core.verify.manifest",
     "open": "api.checkpoints",
@@ -89,9 +89,8 @@ if TYPE_CHECKING:
     from reshard.api.averages import average
     from reshard.api.checkpoints import Checkpoint, open  # noqa: A004 -- reshard.open, as zarr.open
     from reshard.api.comparing import diff
-    from reshard.api.conversions import convert
+    from reshard.api.conversions import convert, load
     from reshard.api.demos import demo
-    from reshard.api.loading import load
     from reshard.api.plans import Plan, plan, read_plan
     from reshard.api.verification import verify
     from reshard.api.writing import write

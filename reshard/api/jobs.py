@@ -137,9 +137,18 @@ def with_format(options: TargetOptions, target: Place, to: str | None) -> Target
 
 @contextmanager
 def noting_swap(
-    path: AnyName, opening: OpenOptions, other_strategy: Strategy | Arrangement | AnyName | None
+    path: AnyName,
+    opening: OpenOptions,
+    other_strategy: Strategy | Arrangement | AnyName | None,
+    side: str = "source",
 ) -> Iterator[None]:
     """Report swapped strategies if a checkpoint opens only with the other side's.
+
+    Args:
+        path: the checkpoint.
+        opening: how it is opened.
+        other_strategy: the strategy of the other side.
+        side: which side it is, `source` or `target`.
 
     Raises:
         SourceError: the checkpoint does not open.
@@ -159,7 +168,7 @@ def noting_swap(
         is_path = strategy is not None and not isinstance(strategy, Strategy)
         is_of_another = error.code == "strategy-mismatch" or not error.hint
         if is_path and is_of_another and (candidate := _fitting(path, opening)):
-            error.hint = Text(f"{candidate} fits: pass ", Option("source_strategy", candidate, quote(candidate)))
+            error.hint = Text(f"{candidate} fits: pass ", Option(f"{side}_strategy", candidate, quote(candidate)))
         raise
 
 

@@ -242,7 +242,7 @@ def _opened(
 
     if not alone and opening.strategy is None and not opening.given:
         return path
-    with noting_swap(path, opening, other_strategy):
+    with noting_swap(path, opening, other_strategy, side=side):
         return opened(path, what=side, **vars(opening))
 
 
@@ -276,7 +276,7 @@ def _check_usage(source: Place | None, opening: OpenOptions, target_opening: Ope
         raise UsageError(
             "--source-strategy is for a comparison, and there is no SOURCE",
             code="needs-source",
-            hint="add --against SOURCE",
+            hint="add --against SOURCE; the strategy of TARGET is --target-strategy",
         )
     for name in opening.given:
         raise UsageError(

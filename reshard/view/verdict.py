@@ -42,7 +42,8 @@ def verdict_text(
     if verification.differences:
         lines = [spelled(summary(verification), words)]
     else:
-        lines = [f"verified: {target} {conclusion(verification)}"]
+        was_read = verification.against is not None or verification.bytes_read or verification.summed_bytes
+        lines = [f"{'verified' if was_read else 'headers alone'}: {target} {conclusion(verification)}"]
     if verification.note:
         lines.append(f"  {printable(spelled(verification.note, words)).replace(f'{Path.cwd()}/', '')}")
     for side, step in (("target", verification.step), ("source", verification.against_step)):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import write_file, write_ranks
-from commands import call
+from commands import call, done
 from compared import AFTER, BEFORE, FULL, flip, rank_file
 from refusals import failed
 
@@ -93,7 +93,7 @@ def test_a_sample_is_told(folder: Path) -> None:
 def test_structure(folder: Path) -> None:
     result = call(*TARGET)
     assert result.exit_code == 0
-    assert result.stdout == "verified: dst is complete and valid in structure; contents were not read\n"
+    assert result.stdout == "headers alone: dst is complete and valid in structure; contents were not read\n"
     assert call(*TARGET, "-v").stdout == (
         result.stdout + "  tensors  3, 18 blocks in files\n  files    6, 6 ranks (0-5)\n"
         "  not compared: contents, but for samples of 4 of 4 replicas (its ledger names a source: run `verify` with "
@@ -188,3 +188,12 @@ def test_options_that_would_do_nothing_are_refused(folder: Path, options: list[s
 
 def test_a_budget_that_is_too_little(folder: Path) -> None:
     failed(5, "not-enough-memory", *BOTH, "--memory", "1MB", places=("--memory 58MB",))
+
+
+def test_the_hint_about_a_strategy_that_fits_is_of_the_side(tmp_path: Path) -> None:
+    """What it says to type works: for a target it is the target's strategy."""
+    home = reshard.demo("mindspore", tmp_path / "demo")
+    result = call("verify", home / "src_checkpoints", "--target-strategy", home / "dst_strategy.ckpt")
+    assert result.exit_code == 4
+    assert f"--target-strategy {home / 'src_strategy.ckpt'}" in result.stderr
+    done("verify", home / "src_checkpoints", "--target-strategy", home / "src_strategy.ckpt")

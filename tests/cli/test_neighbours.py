@@ -187,3 +187,20 @@ def test_conversion_in_place_says_that_both_are_there(tmp_path: Path) -> None:
     ranks = write_ranks(tmp_path / "ranks", FULL, ROWS)
     (notice,) = told("convert", ranks, ranks, "--to", "ckpt")
     assert "rank_3/checkpoint_3.safetensors" in notice or "and 1 more" in notice
+
+
+def test_the_directory_of_a_run_is_no_target(tmp_path: Path) -> None:
+    """The target would hide the steps in it: a forgotten target of `average` is such a directory."""
+    root = reshard.demo("training", tmp_path / "demo")
+    run = root / "crashed"
+    before = tree(run)
+    for command in (
+        ["average", root / "step-100", root / "step-200", run], ["convert", root / "step-100", run, "--to", "hf"],
+    ):  # fmt: skip
+        failed(6, "other-checkpoint", *command, places=(run, "step-200"))
+        assert tree(run) == before
+    done("convert", root / "step-100", run / "new", "--to", "hf")
+    done("convert", root / "step-100", run, "--to", "dcp", "--target-step", "500")
+    done("convert", root / "step-100", tmp_path / "elsewhere", "--to", "hf")
+    done("convert", root / "step-100", tmp_path / "elsewhere" / "below", "--to", "hf")
+    done("convert", root / "step-100", tmp_path / "elsewhere", "--to", "hf")  # it has a checkpoint of its own

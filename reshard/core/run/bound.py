@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard.core.catalog import paths_below
 from reshard.core.plan.partition import partitioned
 from reshard.core.run.state.beside import neighbours, older_files, refuse_other_ranks
 from reshard.core.run.state.preflight import check_target
-from reshard.core.storage.places import as_place
+from reshard.core.storage.places import as_place, is_url
+from reshard.errors import Option, TargetError, Text, names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.core.plan.plan import Plan
     from reshard.core.run.settings import RunOptions
     from reshard.core.run.state.beside import Older
-    from reshard.core.storage.places import AnyName
+    from reshard.core.storage.places import AnyName, Place
 
 
 class Bound(NamedTuple):
@@ -33,6 +35,30 @@ class Bound(NamedTuple):
     older: Mapping[str, Older]
 
 
+def refuse_run(plan: Plan, target: Place) -> None:
+    """Refuse a local directory that has checkpoints below it, such as that of a run: the target would hide them.
+
+    `reshard runs` would name the target as the newest, and readers of the directory would take it.
+
+    Raises:
+        TargetError: there are checkpoints below the directory.
+    """
+    is_step = any(file.publish == "pointer" for file in plan.files)  # the plan writes a step of its own
+    if plan.shape != "directory" or is_step or is_url(str(target)) or not target.is_dir():
+        return
+    if below := paths_below(target):
+        raise TargetError(
+            f"{target} has checkpoints below it: {names(below, most=3)}",
+            code="other-checkpoint",
+            facts=["a target in that directory itself would be taken for the newest of them"],
+            hint=Text(
+                f"name a directory of its own, such as {target}/new; ",
+                Option("overwrite"),
+                " writes there all the same",
+            ),
+        )
+
+
 def bind(plan: Plan, target: AnyName, options: RunOptions, *, is_whole: bool = False) -> Bound:
     """Return a plan with its target; nothing is changed there.
 
@@ -43,7 +69,7 @@ def bind(plan: Plan, target: AnyName, options: RunOptions, *, is_whole: bool = F
         is_whole: the user named the directory, so that other files in it are looked at, too.
 
     Raises:
-        TargetError: no run may write there (`check_target`, `neighbours`, `refuse_other_ranks`).
+        TargetError: no run may write there (`check_target`, `neighbours`, `refuse_run`, `refuse_other_ranks`).
         SourceError: the storage of the target cannot be reached.
         UsageError: the storage does not support the partition of the options.
         BudgetError: the memory of the plan is too little to send files.
@@ -53,6 +79,8 @@ def bind(plan: Plan, target: AnyName, options: RunOptions, *, is_whole: bool = F
     older = older_files(plan, root) if options.starts_over else {}
     if is_whole:
         plan = replace(plan, warnings=(*plan.warnings, *neighbours(plan, place, older)))
+        if not options.starts_over:
+            refuse_run(plan, place)
     if not options.ledger:
         older = {}
     plan = partitioned(plan, options.partition, root, server_copy=options.server_copy)
