@@ -162,7 +162,7 @@ class Plan:
         Raises:
             KeyError: there is no such file.
             reshard.SourceError: a source file cannot be read.
-            reshard.TargetError: a source file changed since it was opened.
+            reshard.TargetError: a source file changed since it was opened; at a URL, only the first read looks.
             reshard.UsageError: a number is negative; the files are compressed or encrypted.
 
         >>> source = reshard.open("src_checkpoints", strategy="src_strategy.ckpt")

@@ -153,6 +153,17 @@ def test_a_codec_that_zarr_does_not_know(lying: Path) -> None:
         reshard.open(lying / "plain")["w"].compute(scheduler="synchronous")
 
 
+def test_codecs_in_codecs(lying: Path) -> None:
+    """However deep they are, also where the metadata can be read but no longer be written for zarr."""
+    file = lying / "plain" / "w" / "zarr.json"
+    change(file, codecs="here")
+    text = file.read_text()
+    for depth in range(900, 1000):
+        file.write_text(text.replace('"here"', "[" * depth + "]" * depth))
+        with pytest.raises(SourceError):
+            reshard.open(lying / "plain")["w"].compute(scheduler="synchronous")
+
+
 @pytest.mark.parametrize("which", ["w", "w/zarr.json", "w/c", "w/c/1", "w/c/1/0", "zarr.json"])
 def test_links_are_not_followed(lying: Path, which: str) -> None:
     array = zarr.open_group(lying / "slashes", mode="w").create_array("w", shape=(8, 6), chunks=(2, 6), dtype="int8")

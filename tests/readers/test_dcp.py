@@ -158,6 +158,14 @@ def test_boxes_that_overlap_and_those_that_lack_some(tmp_path: Path) -> None:
     }
 
 
+def test_a_dtype_that_is_no_text(whole: Path) -> None:
+    """Lists in lists, which nobody could write as text: the dtype is that of the file."""
+    content, text = (whole / ".metadata").read_bytes(), b"\x8c\x0dtorch.float32"
+    assert text in content
+    (whole / ".metadata").write_bytes(content.replace(text, b"]" * 2000 + b"a" * 1999))
+    assert_equal(reshard.open(whole), {name: FULL[name] for name in WHOLE})
+
+
 def test_a_dtype_that_the_file_contradicts(whole: Path) -> None:
     write_file(whole / FILE, {"w": FULL["w"].astype(np.float64), "b": FULL["b"]})
     assert "is float32 and float64" in reshard.open(whole).unreadable["w"]

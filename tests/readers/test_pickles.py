@@ -222,6 +222,12 @@ def test_objects_in_objects(path: Path) -> None:
     del found
 
 
+def test_sets_in_sets(path: Path) -> None:
+    """However deep they are, items that are added to the outermost are its own."""
+    found = read(path, HEAD + b"cbuiltins\nset\n\x94" + b"h\0" * 2999 + b"]" + b"\x85R" * 3000 + b"(K\1K\2e.")
+    assert (found.name, found.items) == ("set", [1, 2])
+
+
 @pytest.mark.parametrize(
     "begin", [b"\x85", b"K\x07\x86", b"ub", b"(ub", b"}(ub", b"N}(ub", b"ca\nb\n(}(ub", b"ca\nb\n()\x81"]
 )

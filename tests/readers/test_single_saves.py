@@ -49,6 +49,15 @@ def test_the_older_format(tmp_path: Path) -> None:
     assert_equal(reshard.open(tmp_path), {"w": np.array([1, 2], "<f4")})
 
 
+def test_the_older_format_with_another_number_of_elements(tmp_path: Path) -> None:
+    """Before a storage there is their number, which PyTorch compares, too: it has no other check."""
+    path = write_legacy(tmp_path / "old.ckpt")
+    content = path.read_bytes()
+    path.write_bytes(content[:-16] + (1).to_bytes(8, "little") + content[-8:])
+    with refused(SourceError, "corrupt", "old.ckpt", "'a'"):
+        reshard.open(path)
+
+
 def test_runs_tells_which_is_newest(tmp_path: Path) -> None:
     for step in (10, 20):
         save(tmp_path / "checkpoints" / f"epoch={step // 10}-step={step}.ckpt")

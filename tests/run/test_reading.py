@@ -233,3 +233,19 @@ def test_a_source_that_changes_is_noticed(source: reshard.Checkpoint, tmp_path: 
         plan.read(name)
     with refused(TargetError, "source-changed", file.name):
         _ = again.files
+
+
+def test_a_source_that_changes_between_two_reads_is_noticed(source: reshard.Checkpoint, tmp_path: Path) -> None:
+    """Of as many bytes: what is read afterwards is not of the files that were opened."""
+    plan = reshard.plan(source, to="hf")
+    name = next(name for name in plan.files if name.endswith(".safetensors"))
+    assert len(plan.read(name)) == plan.files[name]
+    files = [*(tmp_path / "src").rglob("*.safetensors")]
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-8] + b"\xff" * 8)
+    with plan.open(name) as opened, refused(TargetError, "source-changed", "src"):
+        opened.read()
+    for file in files:
+        file.unlink()
+    with refused(TargetError, "source-gone"):
+        plan.read(name)

@@ -17,20 +17,21 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, cast
 
+from reshard.core.model.checkpoint import stored_files
 from reshard.core.plan.partition import whole_files
 from reshard.core.plan.plan import Piece, Task
 from reshard.core.plan.uploads.copies import needed_pieces
 from reshard.core.run.engine import move_pieces
-from reshard.core.run.state.unchanged import check_sources
+from reshard.core.run.state.unchanged import check_source, check_sources
 from reshard.core.storage.cipher import store_of
 from reshard.core.storage.crc import crc32
-from reshard.core.storage.places import any_store
+from reshard.core.storage.places import any_store, can
 from reshard.core.storage.threads import map_ordered
 from reshard.errors import MissingNameError, UsageError
 from reshard.spelling import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.core.model.entries import Crc, FileLayout
     from reshard.core.plan.plan import Plan
@@ -163,6 +164,7 @@ class TargetReader:
         file = self._plan.files[number]
         if file.link is not None:
             any_store().read_into(file.link, offset, buffer)
+            self._check(at for at, each in enumerate(self._plan.source.files) if each.path == file.link)
             return
         end = offset + len(buffer)
         rows = self._rows(number)
@@ -176,10 +178,18 @@ class TargetReader:
         needed = needed_pieces(rows.plan, pieces, {number: skips})
         if needed:
             move_pieces(rows.plan, needed, store_of(self._plan.source.coding), cast("Sinks", into))
+            self._check(at.file for piece in needed for at in rows.plan.transfers[piece.transfer].route.reads)
         for crc in file.layout.crcs:
             for place in crc.places:
                 if place < end and place + 4 > offset:
                     into.write_at(number, place, self._sum(number, crc).to_bytes(4, "little"))
+
+    def _check(self, numbers: Iterable[int]) -> None:
+        """Raise an error if a local source file that was read has changed; at a URL it would be a request each time."""
+        files = self._plan.source.files
+        for number in stored_files(files, numbers):
+            if not can(files[number].path).has_latency:
+                check_source(files[number])
 
     def _sum(self, number: int, crc: Crc) -> int:
         """Return the CRC-32 of a range of a file, which is read once for it."""

@@ -279,6 +279,6 @@ def _dtype(properties: object) -> str:
     value = properties.field("dtype") if isinstance(properties, PickledObject) else None
     if isinstance(properties, PickledObject) and isinstance(properties.state, tuple) and properties.state:
         value = properties.state[0]  # as PyTorch's own reduction has them
-    text = value.name if isinstance(value, Name) else str(value)
+    text = value.name if isinstance(value, Name) else value if isinstance(value, str) else ""
     dtype = BY_NAME.get(text.removeprefix("torch.").lower())
     return dtype.name if dtype else ""

@@ -172,7 +172,11 @@ def parse_array(name: str, metadata: Mapping[str, Any], where: object) -> ArrayM
         SourceError: they are inconsistent or malicious; of a dtype that no checkpoint has (`unknown-dtype`), or stored
             in an unknown way (`unsupported-storage`).
     """
-    return _checked((_parse_v2 if metadata["zarr_format"] == 2 else _parse_v3)(name, metadata, where), where)
+    parse = _parse_v2 if metadata["zarr_format"] == 2 else _parse_v3
+    try:
+        return _checked(parse(name, metadata, where), where)
+    except RecursionError:
+        raise SourceError(f"{where} is nested too deeply", code="bad-metadata") from None
 
 
 def _parse_v3(name: str, metadata: Mapping[str, Any], where: object) -> ArrayMetadata:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from reshard.core.layout.block import Block
 from reshard.core.model.checkpoint import SourceFile
 from reshard.core.model.entries import Entry, FileIndex, RangeReader
+from reshard.core.storage.places import any_store, in_batches
 from reshard.dtypes import BY_NAME
 from reshard.errors import SourceError
 from reshard.kits.torch.archive import Archive, Archives, RecordReader, ZipPart
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from reshard.core.layout.block import Shape
     from reshard.core.model.entries import Extent
-    from reshard.core.storage.base import Status
+    from reshard.core.storage.base import ReadStore, Status, Want
     from reshard.core.storage.places import Place
     from reshard.dtypes import DType
     from reshard.kits.torch.pickles import PickledObject
@@ -175,6 +176,15 @@ def _legacy(reader: RangeReader, expected: str, *, keeps: bool) -> tuple[Any, St
         at += 8 + count * width
     if len(storages) != len(sizes) or at != reader.size:
         _refuse(reader, f"has {reader.size:,} bytes; its storages end at byte {at:,}")
+
+    def steps() -> Iterator[tuple[tuple[str, bytearray], ReadStore, list[Want]]]:
+        for key, storage in zip(keys, storages.values(), strict=True):
+            header = bytearray(8)
+            yield (key, header), any_store(), [(reader.path, storage.begin - 8, memoryview(header))]
+
+    for key, header in in_batches(steps()):
+        if int.from_bytes(header, "little") != sizes[key][1]:
+            _refuse(reader, f"has another number of elements in storage {key!r:.60} than its pickle says")
     return value, pickle, storages
 
 

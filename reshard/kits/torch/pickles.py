@@ -138,8 +138,8 @@ class PickledObject:
 
     def extend(self, values: Iterable[object]) -> None:
         """Add items; those of a set are in its arguments."""
-        if self.made_by == _SET:
-            self.arguments[0].extend(values)
+        if self.made_by == _SET and type(self.arguments[0]) is list:
+            self.arguments[0].extend(values)  # of a call of another set, there is no list
             return
         if self.items is None:
             self.items = []

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from reshard.core.layout.block import Block, Shape
+    from reshard.core.model.checkpoint import SourceFile
     from reshard.core.plan.plan import Plan, Transfer
     from reshard.core.run.settings import Receipt
     from reshard.core.storage.base import ReadStore, Status
@@ -45,23 +46,24 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
         ChangedError: a source file changed or is gone.
     """
 
-    def check(number: int) -> None:
-        file = plan.source.files[number]
-        try:
-            status = any_store().status(file.path)
-        except GoneError as error:
-            raise ChangedError(
-                f"{file.path} is gone since it was opened", code="source-gone", facts=[str(error)], hint="start again"
-            ) from None
-        if not status.is_unchanged_since(file.status):
-            only = status[:2] == file.status[:2]
-            facts = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
-            raise ChangedError(
-                f"{file.path} changed since it was opened", code="source-changed", facts=facts, hint="start again"
-            )
-
-    list(_of_sources(plan, check))
+    list(_of_sources(plan, lambda number: check_source(plan.source.files[number])))
     return []
+
+
+def check_source(file: SourceFile) -> None:
+    """Raise an error if a source file changed since it was opened; errors as for `check_sources`."""
+    try:
+        status = any_store().status(file.path)
+    except GoneError as error:
+        raise ChangedError(
+            f"{file.path} is gone since it was opened", code="source-gone", facts=[str(error)], hint="start again"
+        ) from None
+    if not status.is_unchanged_since(file.status):
+        only = status[:2] == file.status[:2]
+        facts = ["its size and time are as they were; its contents, links, owner or rights are not"] if only else []
+        raise ChangedError(
+            f"{file.path} changed since it was opened", code="source-changed", facts=facts, hint="start again"
+        )
 
 
 def changed_sources(plan: Plan) -> dict[int, Status | None]:

@@ -315,7 +315,7 @@ def _time_of(reply: Reply) -> datetime | None:
     """Return the time of a response by the clock of the store."""
     try:
         time = parsedate_to_datetime(reply.headers.get("date", ""))
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
