@@ -277,10 +277,9 @@ Examples:
 def demo(name: str, directory: Path | None) -> None:
     """Make the checkpoint NAME (default: mindspore) in DIRECTORY (default: reshard-demo, or reshard-demo-NAME).
 
-    mindspore is the example of MindSpore's tutorial. It is also converted and checked: 8 ranks that MindSpore saved
-    become 4 ranks with optimizer parallel, and each byte of the result is compared with numpy slices of the whole
-    tensors. training has the steps and the crashed run that the guides use; torchtitan, large and 70b are what
-    the notebooks use. If an earlier demo made DIRECTORY, its files are replaced; other files stay.
+    mindspore is the example of MindSpore's tutorial: 8 ranks become 4, and each byte is compared with numpy slices.
+    training is for the guides; torchtitan, large and 70b are for the notebooks. If an earlier demo made DIRECTORY,
+    its files are replaced; other files stay.
     """
     from reshard.cli.groups.demo import demo as run_demo
 

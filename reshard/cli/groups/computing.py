@@ -60,9 +60,7 @@ Examples:
 """,
     details="""
 Minimum, maximum, mean, standard deviation and norm are those of the finite
-values of a tensor, computed in float64; NaNs and infinities are counted. Of
-complex numbers, magnitudes are measured. Replicas are not read, and texts and
-what cannot be read are listed as not computed.
+values of a tensor, in float64, or of the magnitudes of complex numbers.
 
 Exits with 0; with --nan with 3 if any tensor has a NaN or an infinity, else with
 4 if a tensor could not be read.
@@ -170,16 +168,12 @@ Examples:
   reshard diff src_checkpoints weights --source-strategy src_strategy.ckpt
 """,
     details="""
-Values are compared as numbers in float64, also of different dtypes: 0.0 and
--0.0 are equal. A NaN equals a NaN of the same bits at the same place, or, of
-another dtype, any NaN. If other NaNs or infinities differ, the largest
-difference is nan or inf, and no tolerance accepts it; the other numbers are of
-elements that are finite in both. `verify --against` compares bits, and
-replicas, which are not read here.
+Values are compared as numbers in float64. A NaN equals a NaN of the same bits
+at the same place, or, of another dtype, any NaN. If other NaNs or infinities
+differ, no tolerance accepts it.
 
 Exits with 0 if names, shapes and texts are the same and the values of all
-tensors are within the tolerance, and with 3 if not. Dtypes that differ are
-listed; they are no difference by themselves.
+tensors are within the tolerance, and with 3 if not. Other dtypes are listed.
 
 The object of --json has the keys a, b, same, tolerance, relative, only_a,
 only_b (names), unlike (shapes or texts that differ), not_compared (reasons by
