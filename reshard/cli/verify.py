@@ -76,8 +76,8 @@ _checking_options = record(
     ),
     _target(
         "--manifest", in_short_help=True, type=READ_PLACE, metavar="FILE",
-        help="Compare the files of TARGET with the checksums in FILE; no strategy is needed. With --partial TARGET may lack "
-        "some of them.",
+        help="Compare the files of TARGET with the checksums in FILE; no strategy is needed. With --partial TARGET may "
+        "lack some of them.",
     ),
     option(
         "--write-manifest", under="Output", in_short_help=True, type=WRITE_PLACE, metavar="FILE",
@@ -140,8 +140,7 @@ count). If it fails, it has error: code, exit_code, message, facts, hint.
 @click.argument("target", type=READ_PLACE)
 @_source(
     "--against", "source", in_short_help=True, type=READ_PLACE, metavar="SOURCE",
-    help="The checkpoint that TARGET was made from, or one that TARGET should be equal to. Ledgers of both say how one "
-    "was made from the other.",
+    help="The checkpoint that TARGET was made from, or should be equal to.",
 )  # fmt: skip
 @_source(
     "--as-is", in_short_help=True, is_flag=True,
@@ -162,9 +161,8 @@ def verify(
 ) -> None:
     """Check the checkpoint TARGET: that it is complete, that every bit is that of SOURCE, that its files are unchanged.
 
-    Without other options, what reshard wrote is compared bit for bit with the source that the ledger in TARGET names;
-    if that is gone, with the sizes and checksums in the ledger. What others wrote is compared with the checksums that
-    its files carry.
+    Without other options, what reshard wrote is compared bit for bit with the source that its ledger names, or if
+    that is gone, with the sizes and checksums in the ledger.
     """
     from reshard.core.verify.verify import as_it_is
     from reshard.core.verify.verify import verify as verified

@@ -113,8 +113,7 @@ def stats(
 ) -> None:
     """Show statistics of the values of CHECKPOINT: minimum, maximum, mean, standard deviation, norm, zeros, NaNs, Infs.
 
-    Each byte is read once, and replicas are not read. If there are NaNs or infinities, the first of each tensor is
-    named, with its index in the whole tensor and the rank that has it.
+    Replicas are not read. The first NaN or infinity of each tensor is named, with its index and its rank.
     """
     from reshard.compute.stats import stats as compute_stats
     from reshard.view.pages.stats_view import stats_data, stats_text
@@ -232,8 +231,7 @@ def diff(
 ) -> None:
     """Show how the values of the checkpoint TARGET (B) differ from those of SOURCE (A), those that changed most first.
 
-    The two may have any layouts and formats. Names and shapes that differ are listed; of tensors of both the largest
-    and the mean absolute difference, the relative one (of norms), the cosine, and the number of elements that differ.
+    The two may have any layouts and formats. Names and shapes that differ are listed, too.
     """
     from reshard.compute.differences import diff as compute_diff
     from reshard.view.pages.diff_view import diff_data, diff_text, verdict
