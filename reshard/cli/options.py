@@ -132,11 +132,11 @@ run_options = record(
     _running("--dry-run", in_short_help=True, is_flag=True, help="Only print what would be read and written."),
     _running(
         "--restart", in_short_help=True, is_flag=True,
-        help="Start over: replace what an earlier run left. Without it, such a run is resumed.",
+        help="Replace what an earlier run left. Else it is resumed.",
     ),
     _running(
         "--overwrite", in_short_help=True, is_flag=True,
-        help="Replace files that are in TARGET, and remove others that earlier runs wrote there.",
+        help="Replace files that are in TARGET. Others that earlier runs wrote there are removed.",
     ),
     _output(
         "--write-manifest", type=WRITE_PLACE, metavar="FILE",
@@ -200,9 +200,8 @@ _OPENING = (
     ),
     _source(
         "--layout", "layouts", **_LAYOUT,
-        help="How the tensors of this name (or glob) are cut, in place of what the strategy says: whole, copy (every "
-        "rank has a value of its own), split:DIM, or DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1. May be "
-        "repeated.",
+        help="How the tensors of this name (or glob) are cut: whole, copy (every rank has a value of its own), "
+        "split:DIM, or DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1. May be repeated.",
     ),
     _source(
         "--stage", **_NUMBER,

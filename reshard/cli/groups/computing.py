@@ -59,8 +59,7 @@ Examples:
   reshard stats weights --nan
 """,
     details="""
-Minimum, maximum, mean, standard deviation and norm are those of the finite
-values of a tensor, in float64, or of the magnitudes of complex numbers.
+Minimum, maximum, mean, standard deviation and norm are those of finite values.
 
 Exits with 0; with --nan with 3 if any tensor has a NaN or an infinity, else with
 4 if a tensor could not be read.

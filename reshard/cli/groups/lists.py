@@ -27,10 +27,8 @@ Examples:
   reshard convert "$(reshard runs output --newest)" weights --to hf
 """,
     details="""
-A checkpoint is complete if it can be opened and all files have the sizes that
-indexes, metadata and headers say, incomplete if something is missing or cut
-off, and unknown if names and headers cannot tell, as of rank files without a
-strategy file next to them. Values are not read.
+A checkpoint is unknown if names and headers cannot tell whether it is complete,
+as of rank files without a strategy file next to them. Values are not read.
 
 Within a directory, the newest is the one of the highest step; among several
 directories, the one whose files changed last.
@@ -90,9 +88,6 @@ Examples:
   reshard formats hf
 """,
     details="""
-A format is found by the names in a directory: the formats are asked in the
-order of the list, and the first that recognises a checkpoint opens it.
-
 A package adds a format by the entry point group reshard.formats.
 
 The object of --json has the key formats: name (the word of --to), title, about

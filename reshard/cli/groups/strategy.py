@@ -285,8 +285,7 @@ stage), blocks and fields (name, stage, a, b).
 def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
     """Compare the strategies A and B: tensors that only one names, and layouts that differ.
 
-    Layouts that are only written differently, so that every rank holds the same block, are reported, and are not a
-    difference.
+    Layouts that are only written differently are reported, and are no difference.
     """
     result = reshard.read_strategy(a).diff(reshard.read_strategy(b))
     error = None if result.same else VerifyError(f"{a} and {b} are not the same strategy", code="other-strategy")
