@@ -200,8 +200,9 @@ _OPENING = (
     ),
     _source(
         "--layout", "layouts", **_LAYOUT,
-        help="How the tensors of this name (or glob) are cut: whole, copy (every rank has a value of its own), "
-        "split:DIM, or DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1. May be repeated.",
+        help="How the tensors of this name (or glob) are cut, in place of what the strategy says: whole, copy (every "
+        "rank has a value of its own), split:DIM, or DEV_MATRIX:TENSOR_MAP[:OPT_SIZE] such as 2,4:1,-1. May be "
+        "repeated.",
     ),
     _source(
         "--stage", **_NUMBER,
