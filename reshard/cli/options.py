@@ -273,7 +273,7 @@ opened_target_options = record(
         in_short_help=True,
         type=STRATEGY_PLACE,
         metavar="STRATEGY",
-        help="Strategy file of TARGET. Without it, the one in its ledger, if it has any.",
+        help="Strategy file of TARGET, if it has no ledger.",
     ),
     _target("--target-layout", "target_layouts", **_LAYOUT, help="As --layout, for TARGET."),
     _target("--target-stage", **_NUMBER, help="As --stage, for TARGET."),
