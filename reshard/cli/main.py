@@ -134,8 +134,7 @@ ranks that hold the same: ranks, totals, unreadable, tensors.
 
 The rows of --csv have name, kind (weights, a prefix of the optimizer's states,
 other), dtype, shape, parameters (the numbers in it), nbytes, layout, blocks,
-replicas; without a strategy ranks in front, and none of the last three. A
-name that a spreadsheet would take for a formula has an apostrophe in front.
+replicas; without a strategy ranks in front, and none of the last three.
 """,
     short_help="Show the tensors of a checkpoint.",
 )
@@ -187,10 +186,8 @@ def inspect(
 ) -> None:
     """Show the tensors of the checkpoint SOURCE: shapes, dtypes, bytes, layouts, and sums.
 
-    Headers are read, objects of a DCP, and with a strategy samples of the contents, to check that it can be right.
-
-    Repeated layers share one row: layers.{0-31}.wq.weight. The bytes are those of the whole tensors,
-    summed over the row. Without a strategy, files of ranks are shown as they are.
+    Headers are read, and with a strategy samples of the contents. Repeated layers share one row, with their
+    bytes: layers.{0-31}.wq.weight. Without a strategy, files of ranks are shown as they are.
     """
     from reshard.core.catalog import iterations_at
     from reshard.core.open import has_several_ranks, ledger_layout, read_headers
@@ -277,10 +274,9 @@ Examples:
 def demo(name: str, directory: Path | None) -> None:
     """Make the checkpoint NAME (default: mindspore) in DIRECTORY (default: reshard-demo, or reshard-demo-NAME).
 
-    mindspore is the example of MindSpore's tutorial. It is also converted and checked: 8 ranks that MindSpore saved
-    become 4 ranks with optimizer parallel, and each byte of the result is compared with numpy slices of the whole
-    tensors. training has the steps and the crashed run that the guides use; torchtitan, large and 70b are what
-    the notebooks use. If an earlier demo made DIRECTORY, its files are replaced; other files stay.
+    mindspore is the example of MindSpore's tutorial: 8 ranks become 4, and each byte is compared with numpy slices.
+    training is for the guides; torchtitan, large and 70b are for the notebooks. If an earlier demo made DIRECTORY,
+    its files are replaced; other files stay.
     """
     from reshard.cli.groups.demo import demo as run_demo
 

@@ -95,9 +95,9 @@ threads_option = _running(
 )  # fmt: skip
 cluster_option = _running(
     "--cluster", metavar="ADDRESS", callback=cluster_address, envvar="RESHARD_CLUSTER",
-    help="Run on the dask cluster with its scheduler at ADDRESS, such as tcp://10.0.0.1:8786, or in the file ADDRESS; "
-    "its workers reach SOURCE and TARGET by the same paths. With local or local:4, worker processes of this machine "
-    "are started; threads and synchronous run here.  [default: $DASK_SCHEDULER_ADDRESS, else threads]",
+    help="Run on the dask cluster whose scheduler is at ADDRESS, such as tcp://10.0.0.1:8786, or in the file ADDRESS. "
+    "local and local:4 start worker processes here; threads and synchronous run in this process.  "
+    "[default: $DASK_SCHEDULER_ADDRESS, else threads]",
 )  # fmt: skip
 
 
@@ -132,25 +132,22 @@ run_options = record(
     _running("--dry-run", in_short_help=True, is_flag=True, help="Only print what would be read and written."),
     _running(
         "--restart", in_short_help=True, is_flag=True,
-        help="Start over: replace what an earlier run left. Without it, such a run is resumed.",
+        help="Replace what an earlier run left. Else it is resumed.",
     ),
     _running(
         "--overwrite", in_short_help=True, is_flag=True,
-        help="Replace files that are in TARGET. Others that earlier runs wrote there are removed at the end. "
-        "The FILE of --write-manifest is replaced, too.",
+        help="Replace files that are in TARGET. Others that earlier runs wrote there are removed.",
     ),
     _output(
         "--write-manifest", type=WRITE_PLACE, metavar="FILE",
-        help="Write checksums of the target files into FILE, for `reshard verify --manifest`; files "
-        "written by this run are not read again.",
+        help="Write checksums of the target files into FILE, for `reshard verify --manifest`.",
     ),
     threads_option,
     _running(
         "--tune", multiple=True, callback=tuned, envvar="RESHARD_TUNE", metavar="NAME=VALUE",
-        help="A rare knob of a run. fsync=no: do not sync each file to disk before it gets its name; there are no "
-        "checksums, and a resumed run writes unfinished files again. drop-cache=yes: keep what is read and written out "
-        "of the page cache, as it is if source and target together are larger than memory; or =no. server-copy=no: "
-        "from S3 to S3, send all bytes, even those that the store could copy. May be repeated.",
+        help="fsync=no: do not sync files to disk; there are no checksums, and a resumed run writes unfinished files "
+        "again. drop-cache=yes (or no): keep what is read and written out of the page cache. server-copy=no: send all "
+        "bytes from S3 to S3. May be repeated.",
     ),
     cluster_option,
     json_option,
@@ -164,14 +161,13 @@ run_options = record(
 
 key_option = _source(
     "--key-file", "cipher", type=READ, callback=read_cipher, envvar="RESHARD_KEY_FILE", metavar="FILE",
-    help="Key of encrypted .ckpt files of SOURCE: 16, 24 or 32 bytes, or 48 or 64 hexadecimal digits. Without it "
-    "$RESHARD_KEY_FILE names the file, or $RESHARD_KEY is the key; these are used only where files are encrypted.",
+    help="Key of encrypted .ckpt files of SOURCE: 16, 24 or 32 bytes, or 48 or 64 hexadecimal digits.  "
+    "[default: $RESHARD_KEY_FILE, or the key in $RESHARD_KEY]",
 )  # fmt: skip
 target_key_option = _target(
     "--target-key-file", "target_cipher", type=READ, callback=read_cipher, envvar="RESHARD_TARGET_KEY_FILE",
     metavar="FILE",
-    help="As --key-file, for TARGET; $RESHARD_TARGET_KEY_FILE and $RESHARD_TARGET_KEY. A key is for .ckpt "
-    "files only; a resumed run writes unfinished encrypted files again.",
+    help="As --key-file, for .ckpt files of TARGET.  [default: $RESHARD_TARGET_KEY_FILE, or $RESHARD_TARGET_KEY]",
 )  # fmt: skip
 
 
@@ -233,8 +229,8 @@ target_strategy_option = _target(
 dequantize_option = option(
     "--dequantize", under="Tensors", metavar="DTYPE",
     callback=dequantized_dtype,
-    help="Multiply float8 weights, and 4-bit ones in pairs, by the scales of their blocks: to bfloat16, float16 or "
-    "float32, before anything else here.",
+    help="Multiply float8 and 4-bit weights by their scales: to bfloat16, float16 or float32, before anything "
+    "else here.",
 )  # fmt: skip
 
 
@@ -264,8 +260,7 @@ average_source_options = record(
     "openings", _openings_of,
     _source(
         "--source-strategy", "strategies", in_short_help=True, multiple=True, type=STRATEGY_PLACE, metavar="STRATEGY",
-        help="Strategy file, or a directory of them, for all sources that need one. May be repeated: one for each of "
-        "these sources, in order.",
+        help="Strategy file for all sources that need one. May be repeated: one for each of these, in order.",
     ),
     *_OPENING, key_option,
 )  # fmt: skip
@@ -278,7 +273,7 @@ opened_target_options = record(
         in_short_help=True,
         type=STRATEGY_PLACE,
         metavar="STRATEGY",
-        help="Strategy file of TARGET. Without it, the one in its ledger, if it has any.",
+        help="Strategy file of TARGET, if it has no ledger.",
     ),
     _target("--target-layout", "target_layouts", **_LAYOUT, help="As --layout, for TARGET."),
     _target("--target-stage", **_NUMBER, help="As --stage, for TARGET."),

@@ -151,9 +151,7 @@ def run(
 ) -> None:
     """Carry out the plan that `reshard plan` saved in the file PLAN, and write below TARGET.
 
-    The source must be what it was then: every file is compared by its size, everything in its header, and some pages of
-    its contents (its time may differ). What would be written is compared with what was planned; if anything
-    differs, nothing is written.
+    If the source is not what it was then, by sizes, headers and some pages of contents, nothing is written.
     """
     from reshard.core.plan.planfile import read
 

@@ -93,17 +93,15 @@ selection_options = record(
     _tensors("--weights-only", in_short_help=True, is_flag=True, help="No optimizer states, global_step and the like."),
     _tensors(
         "--include", in_short_help=True, multiple=True, metavar="GLOB[@COUNT]",
-        help="Only tensors of these names. With @COUNT, exactly that many. With --rules, names that the rules "
-        "make. May be repeated.",
+        help="Only tensors of these names. With @COUNT, exactly that many. May be repeated.",
     ),
     _tensors(
         "--exclude", multiple=True, metavar="GLOB[@COUNT]",
-        help="No tensors of these names. With --rules, names that the rules make. May be repeated.",
+        help="No tensors of these names. May be repeated.",
     ),
     _tensors(
         "--name-map", in_short_help=True, type=READ, callback=read_name_map, metavar="FILE",
-        help='JSON object of old to new names. As {"layers.*.wq": "model.*.q_proj"}; optimizer states follow. '
-        "With --rules, old names are those that the rules make.",
+        help='JSON object of old to new names. As {"layers.*.wq": "model.*.q_proj"}; optimizer states follow.',
     ),
     _tensors(
         "--cast", "casts", in_short_help=True, multiple=True, callback=dtype_casts, metavar="OLD=NEW",

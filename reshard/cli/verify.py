@@ -72,12 +72,12 @@ _checking_options = record(
     ),
     _running(
         "--sample", in_short_help=True, callback=share, metavar="SHARE",
-        help="Compare only a share of the rows, such as 5%. They are chosen at random, some of every tensor.",
+        help="Compare only a random share of the rows, such as 5%.",
     ),
     _target(
         "--manifest", in_short_help=True, type=READ_PLACE, metavar="FILE",
-        help="Compare the files of TARGET with the checksums in FILE. Sizes are compared, too; no strategy is needed. "
-        "With --partial TARGET may lack some of them.",
+        help="Compare the files of TARGET with the checksums in FILE; no strategy is needed. With --partial TARGET may "
+        "lack some of them.",
     ),
     option(
         "--write-manifest", under="Output", in_short_help=True, type=WRITE_PLACE, metavar="FILE",
@@ -99,39 +99,33 @@ _checking_options = record(
 Examples:
 
   reshard verify dst_checkpoints
-  reshard verify dst_checkpoints --target-strategy dst_strategy.ckpt
   reshard verify dst_checkpoints --target-strategy dst_strategy.ckpt \\
       --against src_checkpoints --source-strategy src_strategy.ckpt
   reshard verify dst_checkpoints --write-manifest dst.json
   reshard verify dst_checkpoints --manifest dst.json
 """,
     details="""
-Without a ledger, --against and --manifest, headers are checked: every rank has
-the tensors that the strategy assigns to it, and every block exists and covers
-its tensor once. Contents are read only where files have checksums of them, such
-as .ckpt files with a CRC. Replicas are compared with each other: in samples, or,
-if the files have checksums and with --against, all of their bits.
-With --against SOURCE every rank of TARGET is compared with a conversion of
-SOURCE. Ledgers of both say which strategies they have and how they were made:
-changes (names, casts, rules, an adapter, tensors left out) are listed, and
-applied to the side that the other was made from. Options such as --cast,
---name-map and --include say instead how TARGET is made from SOURCE, and --as-is
-that nothing was changed. Two directories of the same ranks need no strategies.
+Without a ledger, --against and --manifest, headers and the blocks of each rank
+are checked, and checksums that files have of their contents. Replicas are
+compared in samples, or, if the files have checksums and with --against, whole.
+With --against SOURCE changes that ledgers of the two record (names, casts,
+rules, an adapter, tensors left out) are listed, and applied before comparing.
+Options such as --cast and --include say instead how TARGET is made from SOURCE.
 Without --against, --rank-pattern, --suffix, --step and --partial are for TARGET;
 with it, they are for SOURCE, and --partial for a TARGET with a strategy, too.
-Tensors that are in the same files on both sides, as after --link, are not
-compared; the verdict counts them, and checksums in these files are checked.
+Tensors in files that both sides share, as after --link, are not compared; the
+verdict counts them.
 
 Exits with 0 if all is as it should be, with 3 if something differs, and with 4
 if TARGET or SOURCE is incomplete or corrupt.
 
 The object of --json has the keys schema (of the meaning of these keys, 1),
-target, against, step and against_step (which of several checkpoints was read:
-name, and which are older), equal, changes (from the source to the target: kind,
-which is lora, rules, names, cast or selection; text, tensors: how many, detail:
-such as the adapter), note (a remark on the comparison), absent (blocks that no
-file has), linked (tensors in files that both sides share, which cannot be
-compared), linked_summed_bytes (of these files, compared with their checksums),
+target, against, step and against_step (which of several checkpoints was
+read: name, and which are older), equal, changes (from the source to the target:
+kind, which is lora, rules, names, cast or selection; text, tensors: how many,
+detail: such as the adapter), note (a remark on the comparison), absent (blocks
+that no file has), linked (tensors in files that both sides share, which cannot
+be compared), linked_summed_bytes (of these files, compared with checksums),
 ranks, files, tensors, copies, bytes_read, total_bytes, sample,
 seconds, dropped, left_out, warnings, unchecked (what was not checked),
 independent (how many files of TARGET the safetensors library read), and
@@ -146,8 +140,7 @@ count). If it fails, it has error: code, exit_code, message, facts, hint.
 @click.argument("target", type=READ_PLACE)
 @_source(
     "--against", "source", in_short_help=True, type=READ_PLACE, metavar="SOURCE",
-    help="The checkpoint that TARGET was made from, or one that TARGET should be equal to. Ledgers of both say how one "
-    "was made from the other.",
+    help="The checkpoint that TARGET was made from, or should be equal to.",
 )  # fmt: skip
 @_source(
     "--as-is", in_short_help=True, is_flag=True,
@@ -168,9 +161,8 @@ def verify(
 ) -> None:
     """Check the checkpoint TARGET: that it is complete, that every bit is that of SOURCE, that its files are unchanged.
 
-    Without other options, what reshard wrote is compared bit for bit with the source that the ledger in TARGET names;
-    if that is gone, with the sizes and checksums in the ledger. What others wrote is compared with the checksums that
-    its files carry.
+    Without other options, what reshard wrote is compared bit for bit with the source that its ledger names, or if
+    that is gone, with the sizes and checksums in the ledger.
     """
     from reshard.core.verify.verify import as_it_is
     from reshard.core.verify.verify import verify as verified

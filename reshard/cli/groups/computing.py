@@ -59,10 +59,7 @@ Examples:
   reshard stats weights --nan
 """,
     details="""
-Minimum, maximum, mean, standard deviation and norm are those of the finite
-values of a tensor, computed in float64; NaNs and infinities are counted. Of
-complex numbers, magnitudes are measured. Replicas are not read, and texts and
-what cannot be read are listed as not computed.
+Minimum, maximum, mean, standard deviation and norm are those of finite values.
 
 Exits with 0; with --nan with 3 if any tensor has a NaN or an infinity, else with
 4 if a tensor could not be read.
@@ -115,8 +112,7 @@ def stats(
 ) -> None:
     """Show statistics of the values of CHECKPOINT: minimum, maximum, mean, standard deviation, norm, zeros, NaNs, Infs.
 
-    Each byte is read once, and replicas are not read. If there are NaNs or infinities, the first of each tensor is
-    named, with its index in the whole tensor and the rank that has it.
+    Replicas are not read. The first NaN or infinity of each tensor is named, with its index and its rank.
     """
     from reshard.compute.stats import stats as compute_stats
     from reshard.view.pages.stats_view import stats_data, stats_text
@@ -170,16 +166,12 @@ Examples:
   reshard diff src_checkpoints weights --source-strategy src_strategy.ckpt
 """,
     details="""
-Values are compared as numbers in float64, also of different dtypes: 0.0 and
--0.0 are equal. A NaN equals a NaN of the same bits at the same place, or, of
-another dtype, any NaN. If other NaNs or infinities differ, the largest
-difference is nan or inf, and no tolerance accepts it; the other numbers are of
-elements that are finite in both. `verify --against` compares bits, and
-replicas, which are not read here.
+Values are compared as numbers in float64. A NaN equals a NaN of the same bits
+at the same place, or, of another dtype, any NaN. If other NaNs or infinities
+differ, no tolerance accepts it.
 
 Exits with 0 if names, shapes and texts are the same and the values of all
-tensors are within the tolerance, and with 3 if not. Dtypes that differ are
-listed; they are no difference by themselves.
+tensors are within the tolerance, and with 3 if not. Other dtypes are listed.
 
 The object of --json has the keys a, b, same, tolerance, relative, only_a,
 only_b (names), unlike (shapes or texts that differ), not_compared (reasons by
@@ -238,8 +230,7 @@ def diff(
 ) -> None:
     """Show how the values of the checkpoint TARGET (B) differ from those of SOURCE (A), those that changed most first.
 
-    The two may have any layouts and formats. Names and shapes that differ are listed; of tensors of both the largest
-    and the mean absolute difference, the relative one (of norms), the cosine, and the number of elements that differ.
+    The two may have any layouts and formats. Names and shapes that differ are listed, too.
     """
     from reshard.compute.differences import diff as compute_diff
     from reshard.view.pages.diff_view import diff_data, diff_text, verdict

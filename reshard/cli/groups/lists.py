@@ -27,17 +27,11 @@ Examples:
   reshard convert "$(reshard runs output --newest)" weights --to hf
 """,
     details="""
-A checkpoint is complete if it can be opened: all files are there, and have the
-sizes that indexes, metadata and headers say. It is incomplete if something is
-missing or cut off. It is unknown if names and headers cannot tell, as of rank
-files without a strategy file next to them, of stores whose chunks may be
-absent, and of formats or options that reshard does not read. Values are not
-read: `reshard stats --nan` and `reshard verify` do that.
+A checkpoint is unknown if names and headers cannot tell whether it is complete,
+as of rank files without a strategy file next to them. Values are not read.
 
 Within a directory, the newest is the one of the highest step; among several
-directories, the one whose files changed last. Hidden directories are left out,
-links are followed, and a directory that is temporary by its name (tmp-…) has no
-complete checkpoint. With --newest the exit code is 4 if there is none.
+directories, the one whose files changed last.
 
 The object of --json has the keys source, newest (the path of the newest
 complete one, or null), and checkpoints: path, step (a text, or empty), format,
@@ -94,9 +88,6 @@ Examples:
   reshard formats hf
 """,
     details="""
-A format is found by the names in a directory: the formats are asked in the
-order of the list, and the first that recognises a checkpoint opens it.
-
 A package adds a format by the entry point group reshard.formats.
 
 The object of --json has the key formats: name (the word of --to), title, about

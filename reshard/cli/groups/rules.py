@@ -149,8 +149,7 @@ Example:
 def show(file: Place, source: Place, tensors: tuple[str, ...], **arguments: Any) -> None:
     """Show which rows of a fused tensor are which rows of its parts; by default of one tensor of every rule.
 
-    This is what shapes alone cannot tell: whether gate and up stand one behind the other or row by row,
-    how many groups there are. Compare it with what the program does.
+    Shapes alone cannot tell whether gate and up stand one behind the other or row by row.
     """
     from reshard.rules.show import fusion_of
 

@@ -193,11 +193,9 @@ def make_strategy(
     """Make a strategy file from RULES, a YAML file, without compiling the network.
 
     Tensors that no rule matches are whole on every device of a stage; optimizer states go with their weights. The
-    training's state (global_step and the like), and what the source strategy does not name, is left out unless a rule
-    gives it a layout.
+    training's state (global_step and the like) is left out unless a rule gives it a layout.
 
-    Without RULES it is the strategy of the checkpoint itself, which must say which rank holds which block, as a
-    Checkpoint 2.0 does, and what reshard wrote.
+    Without RULES it is the strategy of the checkpoint itself, such as a Checkpoint 2.0.
     """
     from reshard.core.model.holdings import strategy_by_rules
     from reshard.core.open import files_read
@@ -287,8 +285,7 @@ stage), blocks and fields (name, stage, a, b).
 def diff_strategies(a: Path, b: Path, as_json: bool) -> None:
     """Compare the strategies A and B: tensors that only one names, and layouts that differ.
 
-    Layouts that are only written differently, so that every rank holds the same block, are reported, and are not a
-    difference.
+    Layouts that are only written differently are reported, and are no difference.
     """
     result = reshard.read_strategy(a).diff(reshard.read_strategy(b))
     error = None if result.same else VerifyError(f"{a} and {b} are not the same strategy", code="other-strategy")
