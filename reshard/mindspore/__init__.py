@@ -1,7 +1,7 @@
 """MindSpore's checkpoint functions under its own names: `import reshard.mindspore as ms`.
 
 The functions take MindSpore 2.10's arguments with MindSpore's meaning; MindSpore itself is not needed. Some work where
-MindSpore's fail or are silently wrong: docs/guides/mindspore-script.md lists all that is different. Arguments that only
+MindSpore's fail or are silently wrong: docs/guides/mindspore-script.md has what is different. Arguments that only
 make sense on a device are accepted and explained.
 
 If MindSpore is installed, the functions take its own objects wherever they take ours: Tensors, Parameters, dicts and
