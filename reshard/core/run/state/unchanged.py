@@ -45,7 +45,6 @@ def check_sources(plan: Plan, _moved: object) -> list[Receipt]:
     Raises:
         ChangedError: a source file changed or is gone.
     """
-
     list(_of_sources(plan, lambda number: check_source(plan.source.files[number])))
     return []
 
