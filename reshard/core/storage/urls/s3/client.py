@@ -41,7 +41,7 @@ _COPIED_PART = 1 << 30
 _VIRTUAL = {"SecondLevelDomainForbidden", "VirtualHostDomainRequired"}
 """Codes of stores that take the bucket in the host name alone: Alibaba's OSS, Huawei's OBS."""
 
-_MOST_SKEW = 300  # seconds; S3 refuses requests that are 15 minutes early or late
+_LEAST_SKEW, _MOST_SKEW = 300, 10**9  # seconds; S3 refuses requests that are 15 minutes early or late
 
 _regions: dict[str, str] = {}
 """The regions of buckets that turned out to be elsewhere."""
@@ -129,7 +129,11 @@ class S3Client:
         if reply.status in {400, 403} and _code(reply) in _VIRTUAL and aws.is_virtual(self.bucket) is None:
             _virtual.add(self.bucket)
             return "address"
-        if reply.status == 403 and (there := _time_of(reply)) and abs((there - now).total_seconds()) > _MOST_SKEW:
+        if (
+            reply.status == 403
+            and (there := _time_of(reply))
+            and _LEAST_SKEW < abs((there - now).total_seconds()) < _MOST_SKEW
+        ):
             _skews[aws.endpoint(self.bucket)] = (there - datetime.now(UTC)).total_seconds()
             return "time"
         return ""
