@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +11,7 @@ from reshard.core.plan.partition import partitioned
 from reshard.core.run.state.beside import neighbours, older_files, refuse_other_ranks
 from reshard.core.run.state.preflight import check_target
 from reshard.core.storage.places import as_place, is_url
-from reshard.errors import Option, TargetError, Text, names
+from reshard.errors import Option, SourceError, TargetError, Text, names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +47,10 @@ def refuse_run(plan: Plan, target: Place) -> None:
     is_step = any(file.publish == "pointer" for file in plan.files)  # the plan writes a step of its own
     if plan.shape != "directory" or is_step or is_url(str(target)) or not target.is_dir():
         return
-    if below := paths_below(target):
+    below: list[str] = []
+    with suppress(SourceError, OSError):  # a directory that cannot be listed does not keep a run from writing
+        below = paths_below(target)
+    if below:
         raise TargetError(
             f"{target} has checkpoints below it: {names(below, most=3)}",
             code="other-checkpoint",
