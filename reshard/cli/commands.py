@@ -71,10 +71,14 @@ _ADVICE = {
     "environment is the key itself",
     "enc-mode enc_mode": "--encryption MODE is the mode of an encrypted TARGET, with --target-key-file",
     "format output-format": "--to FORMAT is the format of TARGET",
+    "force": "--overwrite replaces files that are in TARGET, --restart what an earlier run left",
     "info list ls show": "`reshard inspect` shows a checkpoint, `reshard strategy show` a strategy",
     "key": "--key-file FILE names the file that has the key of SOURCE, --target-key-file FILE that of TARGET; in the "
     "environment RESHARD_KEY and RESHARD_TARGET_KEY are the keys themselves",
+    "layer name tensor": "--match GLOB names tensors to look at, --include GLOB those to convert",
     "make": "`reshard strategy make` makes a strategy file",
+    "source": "SOURCE is an argument; of `reshard verify` it is --against SOURCE",
+    "weight weights": "a weight stands behind its checkpoint, such as step-100:0.5",
     "reshard shard split": "`reshard convert` with --target-strategy cuts tensors",
 }
 _ADVICE |= former.OPTIONS
